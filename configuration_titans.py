@@ -1,0 +1,209 @@
+# Copyright 2026 The transformers-titans authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Titans configuration."""
+
+import difflib
+
+from huggingface_hub.dataclasses import strict
+from transformers.configuration_utils import PreTrainedConfig
+
+
+AUTO_MAP = {
+    "AutoConfig": "configuration_titans.TitansConfig",
+    "AutoModel": "modeling_titans.TitansModel",
+    "AutoModelForCausalLM": "modeling_titans.TitansForCausalLM",
+    "AutoModelForSequenceClassification": "modeling_titans.TitansForSequenceClassification",
+    "AutoModelForTokenClassification": "modeling_titans.TitansForTokenClassification",
+}
+
+# Each field of fixed words: (what it may say, what this version can build).
+CHOICES = {
+    "variant": (("lmm", "mal", "mag", "mac"), ("lmm",)),
+    "memory_rule": (("titans", "dla", "linear_attention", "swla"), ("titans",)),
+    "memory_gate_granularity": (("token", "chunk"), ("token",)),
+    "memory_forget_to": (("zero", "start"), ("zero", "start")),
+    "memory_caching": ((None, "residual", "grm", "soup", "ssc", "average"), (None,)),
+    "cache_initialization": (("checkpoint", "independent"), ("checkpoint", "independent")),
+    "cache_segmentation": (("constant", "logarithmic"), ("constant", "logarithmic")),
+    "connector": (("projection", "query"), ("projection", "query")),
+}
+
+# Prefixes of names that belong to this model alone: an unknown one is a misspelling, not somebody's extra attribute.
+OWN_PREFIXES = ("memory_", "cache_", "segment_", "num_persistent_")
+
+
+@strict
+class TitansConfig(PreTrainedConfig):
+    r"""
+    Configuration of a Titans model (arXiv 2501.00663) and of its neural long-term memory. Fields that transformers
+    models share carry transformers' names and meanings; the others are:
+
+    Args:
+        variant (`str`, *optional*, defaults to `"lmm"`):
+            The architecture: `"lmm"` (the memory alone, Titans section 4.3). `"mal"`, `"mag"` and `"mac"` are
+            reserved and refused until they are built.
+        sliding_window (`int`, *optional*, defaults to 512):
+            Number of keys, its own included, that a token's attention sees (`mal`, `mag`).
+        segment_length (`int`, *optional*, defaults to 512):
+            Tokens in a segment (`mac`).
+        num_persistent_tokens (`int`, *optional*, defaults to 4):
+            Learned tokens in front of every sequence, per layer (Titans section 3.3). The memory reads them first: the
+            state behind them is the state in which every document starts.
+        memory_num_heads (`int`, *optional*):
+            Independent memories per layer; defaults to `num_attention_heads`.
+        memory_head_dim (`int`, *optional*):
+            Width of a memory's keys and values; defaults to `hidden_size // memory_num_heads`.
+        memory_depth (`int`, *optional*, defaults to 2):
+            Layers of a memory network, >= 1; 1 is a matrix memory.
+        memory_expansion (`int`, *optional*, defaults to 4):
+            Width of the network's hidden layers in units of `memory_head_dim`.
+        memory_chunk_size (`int`, *optional*, defaults to 64):
+            Tokens whose inner gradients are taken at the same weights (Titans eq. 16). Smaller chunks follow the
+            sequence more closely and cost more time and memory.
+        memory_rule (`str`, *optional*, defaults to `"titans"`):
+            How the memory learns.
+        memory_momentum (`bool`, *optional*, defaults to `True`):
+            Whether past surprise is carried on (Titans eq. 10). If not, eta = 0.
+        memory_forgetting (`bool`, *optional*, defaults to `True`):
+            Whether the memory forgets (Titans eq. 13). If not, alpha = 0.
+        memory_gate_granularity (`str`, *optional*, defaults to `"token"`):
+            Whether each token or each chunk has its own gates.
+        memory_max_lr (`float`, *optional*, defaults to 0.1):
+            Upper bound of the inner step size theta.
+        memory_max_forget (`float`, *optional*, defaults to 0.5):
+            Upper bound of alpha, < 1: at zero weights a memory of two or more layers has no gradient and stays dead.
+        memory_forget_to (`str`, *optional*, defaults to `"zero"`):
+            Where forgetting leads: `"zero"` (the paper) or `"start"`, the learned start weights.
+        memory_residual (`bool`, *optional*, defaults to `True`):
+            Whether the memory network adds its input to its output.
+        memory_norm (`bool`, *optional*, defaults to `True`):
+            Whether the memory network normalises its result (LayerNorm, before the residual is added).
+        memory_conv_kernel_size (`int`, *optional*, defaults to 4):
+            Width of the causal depthwise convolution on queries, keys and values; 0 for none.
+        memory_caching (`str`, *optional*):
+            Aggregation of kept memories (Memory Caching, arXiv 2602.24281); `None` for no caching.
+        cache_segment_length (`int`, *optional*, defaults to 256):
+            Tokens in a caching segment, a multiple of `memory_chunk_size`.
+        cache_initialization (`str`, *optional*, defaults to `"checkpoint"`):
+            What a caching segment starts from.
+        cache_segmentation (`str`, *optional*, defaults to `"constant"`):
+            How caching segments grow.
+        cache_top_k (`int`, *optional*, defaults to 2):
+            Kept memories that `memory_caching="ssc"` reads.
+        connector (`str`, *optional*, defaults to `"projection"`):
+            How a token is compared with kept memories.
+
+    Raises:
+        ValueError: if a field has a value that is not allowed, or one that this version cannot build yet, and for
+            unknown names that begin like a field of this model.
+
+    ```python
+    >>> from transformers_titans import TitansConfig, TitansForCausalLM
+
+    >>> config = TitansConfig(hidden_size=256, num_hidden_layers=4, num_attention_heads=4)
+    >>> model = TitansForCausalLM(config)
+    ```
+    """
+
+    model_type = "titans"
+    keys_to_ignore_at_inference = ["cache", "surprise"]
+
+    vocab_size: int = 32000
+    hidden_size: int = 768
+    intermediate_size: int = 2048
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 12
+    hidden_act: str = "silu"
+    max_position_embeddings: int = 32768
+    initializer_range: float = 0.02
+    rms_norm_eps: float = 1e-6
+    use_cache: bool = True
+    tie_word_embeddings: bool = False
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+
+    variant: str = "lmm"
+    sliding_window: int = 512
+    segment_length: int = 512
+    num_persistent_tokens: int = 4
+    memory_num_heads: int | None = None
+    memory_head_dim: int | None = None
+    memory_depth: int = 2
+    memory_expansion: int = 4
+    memory_chunk_size: int = 64
+    memory_rule: str = "titans"
+    memory_momentum: bool = True
+    memory_forgetting: bool = True
+    memory_gate_granularity: str = "token"
+    memory_max_lr: float | int = 0.1
+    memory_max_forget: float | int = 0.5
+    memory_forget_to: str = "zero"
+    memory_residual: bool = True
+    memory_norm: bool = True
+    memory_conv_kernel_size: int = 4
+    memory_caching: str | None = None
+    cache_segment_length: int = 256
+    cache_initialization: str = "checkpoint"
+    cache_segmentation: str = "constant"
+    cache_top_k: int = 2
+    connector: str = "projection"
+
+    def __post_init__(self, **kwargs):
+        _refuse_misspelled(kwargs, type(self).__dataclass_fields__)
+        if self.memory_num_heads is None:
+            self.memory_num_heads = self.num_attention_heads
+        if self.memory_head_dim is None:
+            self.memory_head_dim = self.hidden_size // max(self.memory_num_heads, 1)
+        super().__post_init__(**kwargs)
+        # `save_pretrained` enters only the class that saves; a checkpoint must name them all to load anywhere.
+        self.auto_map = {**AUTO_MAP, **(getattr(self, "auto_map", None) or {})}
+
+    def validate_choices(self):
+        """Part of `@strict`-powered validation: fields of fixed words."""
+        for name, (allowed, built) in CHOICES.items():
+            value = getattr(self, name)
+            if value not in allowed:
+                raise ValueError(f"{name} must be one of {allowed}, got {value!r}")
+            if value not in built:
+                raise ValueError(f"{name}={value!r} is not available in this version yet; available: {built}")
+
+    def validate_sizes(self):
+        """Part of `@strict`-powered validation: numbers and their lower bounds."""
+        bounds = {
+            1: (
+                "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads sliding_window"
+                " segment_length memory_num_heads memory_head_dim memory_depth memory_expansion memory_chunk_size"
+                " cache_segment_length cache_top_k"
+            ),
+            0: "num_persistent_tokens memory_conv_kernel_size",
+        }
+        for least, names in bounds.items():
+            for name in names.split():
+                if getattr(self, name) < least:
+                    raise ValueError(f"{name} must be >= {least}, got {getattr(self, name)}")
+
+    def validate_memory(self):
+        """Part of `@strict`-powered validation: the ranges of the memory's gates."""
+        if not 0 < self.memory_max_lr:
+            raise ValueError(f"memory_max_lr must be > 0, got {self.memory_max_lr}")
+        if not 0 < self.memory_max_forget < 1:
+            raise ValueError(f"memory_max_forget must be > 0 and < 1, got {self.memory_max_forget}")
+        if self.cache_segment_length % max(self.memory_chunk_size, 1):
+            if self.memory_caching is not None:
+                raise ValueError(
+                    f"cache_segment_length must be a multiple of memory_chunk_size={self.memory_chunk_size}, "
+                    f"got {self.cache_segment_length}"
+                )
+
+
+def _refuse_misspelled(names, fields) -> None:
+    for name in names:
+        if name.startswith(OWN_PREFIXES):
+            close = difflib.get_close_matches(name, fields, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            known = [field for field in fields if field.startswith(OWN_PREFIXES)]
+            raise ValueError(f"TitansConfig has no field {name!r}{hint} Fields of this kind: {known}")
+
+
+__all__ = ["TitansConfig"]

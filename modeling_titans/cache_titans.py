@@ -1,0 +1,415 @@
+# Copyright 2026 The transformers-titans authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The memory-state cache: stands where a transformers KV cache would, with a size that does not grow with the text."""
+
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from transformers.cache_utils import CacheLayerMixin, DynamicCache
+
+from .call_plan import Columns, Progress
+from .memory_state import MemoryState, NeuralMemoryState, PendingTokens, iterate_tensors, map_tensors
+
+
+CACHE_FILE = "titans_cache.safetensors"
+FORMAT = "titans_cache/1"
+
+# The config fields that give a cache its shape and meaning.
+GEOMETRY = (
+    "variant",
+    "num_hidden_layers",
+    "hidden_size",
+    "memory_num_heads",
+    "memory_head_dim",
+    "memory_depth",
+    "memory_expansion",
+    "memory_chunk_size",
+    "memory_conv_kernel_size",
+    "memory_rule",
+)
+
+
+class TitansCacheLayer(CacheLayerMixin):
+    """One layer's memory state, and while past recording is on the layer's inputs since a state to go back to.
+
+    Attributes:
+        state: the state after all columns fed; None before the first, or after a crop until the next forward has
+            rebuilt it.
+        base: the state that ``inputs`` were fed to; None: the start state.
+        inputs: (B, R, hidden_size) inputs of the memory since ``base``, or None.
+        columns: columns fed, padding included.
+        record_past: whether inputs are being kept.
+    """
+
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(self):
+        super().__init__()
+        self.state: NeuralMemoryState | None = None
+        self.base: NeuralMemoryState | None = None
+        self.inputs: torch.Tensor | None = None
+        self.columns = 0
+        self.record_past = False
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        raise NotImplementedError("a Titans memory layer is initialised by its first forward")
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
+        raise NotImplementedError("a Titans memory layer stores a memory state, not keys and values")
+
+    @property
+    def needs_replay(self) -> bool:
+        """Whether a crop has left inputs that the memory must read again."""
+        return self.state is None and self.inputs is not None
+
+    def advance(self, state: NeuralMemoryState, inputs: torch.Tensor) -> None:
+        """Stores the state after a call with these inputs (B, T, hidden_size)."""
+        if not self.record_past:
+            self.base = self.inputs = None
+        else:
+            inputs = _owned(inputs.detach())
+            self.inputs = inputs if self.inputs is None else torch.cat([self.inputs, inputs], 1)
+        self.state = map_tensors(_owned, state)
+        self.columns += inputs.shape[1]
+        self.is_initialized = True
+
+    def rebase(self) -> None:
+        """The present state becomes the one to go back to."""
+        if not self.needs_replay:
+            self.base, self.inputs = self.state, None
+
+    def replayed(self, state: NeuralMemoryState) -> None:
+        """Stores the state that a replay of ``inputs`` has given."""
+        self.state = self.base = map_tensors(_owned, state)
+        self.inputs = None
+
+    def activate_past_recording(self) -> None:
+        if not self.record_past:
+            self.record_past = True
+            self.rebase()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        self.columns += tokens_to_remove
+        if tokens_to_remove == 0:
+            self.rebase()
+            return
+        self.inputs = self.inputs[:, :tokens_to_remove]
+        self.state = None
+        if self.inputs.shape[1] == 0:
+            self.inputs, self.state = None, self.base
+
+    def reset(self) -> None:
+        self.state = self.base = self.inputs = None
+        self.columns = 0
+        self.is_initialized = False
+
+    def map(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Applies ``fn`` to every tensor of the layer."""
+        self.state, self.base, self.inputs = map_tensors(fn, (self.state, self.base, self.inputs))
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        self.map(lambda t: t.index_select(0, beam_idx.to(t.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.map(lambda t: t.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self.map(lambda t: t[indices.to(t.device)])
+
+    def offload(self) -> None:
+        self.device = next((t.device for _, t in iterate_tensors((self.state, self.base, self.inputs))), None)
+        self.map(lambda t: t.to("cpu"))
+
+    def prefetch(self) -> None:
+        if getattr(self, "device", None) is not None:
+            self.map(lambda t: t.to(self.device))
+
+    def get_seq_length(self) -> int:
+        return self.columns
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.columns + query_length, 0
+
+
+class TitansCache(DynamicCache):
+    """The memory of a sequence: what each layer has learned from the tokens so far.
+
+    Made by `generate()` or by a forward with ``use_cache=True``, passed back as ``cache=``; a call advances it in
+    place. Its size does not depend on how many tokens it has read. It can be rolled back (`crop`) to any point after
+    `activate_past_recording`, exactly; reordered, repeated and selected by rows; detached, copied
+    (`copy.deepcopy`), moved, and kept on disk.
+
+    Args:
+        config: the model's `TitansConfig`.
+
+    Attributes:
+        progress: tokens seen and last position of each row, or None before the first call.
+        geometry: the config fields on which the cache's shape and meaning depend.
+    """
+
+    model_type = "titans"
+
+    def __init__(self, config):
+        self._setup({name: getattr(config, name) for name in GEOMETRY})
+
+    def _setup(self, geometry: dict) -> None:
+        layers = [TitansCacheLayer() for _ in range(geometry["num_hidden_layers"])]
+        # Past DynamicCache's constructor, which would build layers of keys and values.
+        super(DynamicCache, self).__init__(layers=layers)
+        self.geometry = geometry
+        self.progress: Progress | None = None
+        self.base_progress: Progress | None = None
+        self.recorded: Columns | None = None
+
+    @property
+    def batch_size(self) -> int:
+        """Number of rows, -1 before the first call."""
+        return -1 if self.progress is None else self.progress.seen.shape[0]
+
+    @property
+    def count(self) -> int | torch.Tensor:
+        """Tokens pending in the rows' open chunks (see `MemoryState.count`)."""
+        state = self.layers[0].state
+        return 0 if state is None else state.memory.count
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors held. Constant in the number of tokens read, unless past recording is on."""
+        return sum(t.numel() * t.element_size() for _, t in iterate_tensors(self._tree()))
+
+    @property
+    def is_recording(self) -> bool:
+        return self.layers[0].record_past
+
+    def check(self, config, batch_size: int | None = None) -> None:
+        """Raises a ValueError if this is the cache of a differently built model, or of another number of rows."""
+        for name, value in self.geometry.items():
+            if getattr(config, name) != value:
+                raise ValueError(
+                    f"cache was made by a model with {name}={value!r}; this model has {getattr(config, name)!r}"
+                )
+        if batch_size is not None and self.batch_size not in (-1, batch_size):
+            raise ValueError(f"cache is of {self.batch_size} rows, the input of {batch_size}")
+
+    def advance(self, columns: Columns, states: list[NeuralMemoryState], inputs: list[torch.Tensor]) -> None:
+        """Stores what a call has left in every layer, all at once at its end: a call that fails changes nothing."""
+        progress = self.progress
+        if progress is None:
+            progress = Progress.start(columns.mask.shape[0], columns.mask.device)
+        if self.is_recording:
+            recorded = self.recorded
+            if recorded is not None:
+                columns_recorded = Columns(*(torch.cat(pair, 1) for pair in zip(recorded, columns, strict=True)))
+            else:
+                columns_recorded = columns
+            self.recorded = columns_recorded
+            self.base_progress = progress if recorded is None else self.base_progress
+        else:
+            self.recorded = self.base_progress = None
+        for layer, state, layer_inputs in zip(self.layers, states, inputs, strict=True):
+            layer.advance(state, layer_inputs)
+        self.progress = columns.advance(progress)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Takes back the last ``-tokens_to_remove`` columns, exactly: what follows is as if they had not been fed.
+
+        Columns can be taken back as far as to where `activate_past_recording` or the last `crop` was called; each
+        `crop`, also by 0, makes the point it arrives at the new limit. The memory reads the recorded columns that are
+        left again in the next forward.
+
+        Args:
+            tokens_to_remove: 0 or a negative number of columns.
+
+        Raises:
+            ValueError: for a positive number, or more columns than have been fed.
+            RuntimeError: if the columns were not recorded.
+        """
+        if tokens_to_remove > 0 or -tokens_to_remove > self.get_seq_length():
+            raise ValueError(
+                f"tokens_to_remove must be between {-self.get_seq_length()} and 0 (a number of tokens to remove, "
+                f"negated), got {tokens_to_remove}"
+            )
+        available = 0 if self.recorded is None else self.recorded.mask.shape[1]
+        if -tokens_to_remove > available:
+            raise RuntimeError(
+                f"cannot take back {-tokens_to_remove} columns: {available} have been recorded. "
+                "Call cache.activate_past_recording() before feeding columns that may have to be taken back."
+            )
+        if tokens_to_remove:
+            self.recorded = Columns(*(t[:, :tokens_to_remove] for t in self.recorded))
+            empty = self.recorded.mask.shape[1] == 0
+            self.progress = self.base_progress if empty else self.recorded.advance(self.base_progress)
+            self.recorded = None if empty else self.recorded
+        elif not self.needs_replay:
+            self.recorded = self.base_progress = None
+        for layer in self.layers:
+            layer.crop(tokens_to_remove)
+
+    @property
+    def needs_replay(self) -> bool:
+        return self.layers[0].needs_replay
+
+    def replayed(self, states: list[NeuralMemoryState]) -> None:
+        """Stores the states that the layers have rebuilt from their recorded inputs."""
+        for layer, state in zip(self.layers, states, strict=True):
+            layer.replayed(state)
+        self.recorded = self.base_progress = None
+
+    def reset(self) -> None:
+        """Forgets everything: the next call starts from the model's start state."""
+        super().reset()
+        self.progress = self.base_progress = self.recorded = None
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        super().reorder_cache(beam_idx)
+        self._map_rows(lambda t: t.index_select(0, beam_idx.to(t.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)
+        self._map_rows(lambda t: t.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        super().batch_select_indices(indices)
+        self._map_rows(lambda t: t[indices.to(t.device)])
+
+    def detach(self) -> "TitansCache":
+        """Cuts the graph behind the states, in place, so that gradients stop here."""
+        for layer in self.layers:
+            layer.map(torch.Tensor.detach)
+        return self
+
+    def to(self, device) -> "TitansCache":
+        """Moves all tensors to ``device``, in place. Their dtypes stay: a state is never narrowed."""
+        for layer in self.layers:
+            layer.map(lambda t: t.to(device))
+        self._map_rows(lambda t: t.to(device))
+        return self
+
+    def save_pretrained(self, save_directory: str | os.PathLike) -> None:
+        """Writes the cache to ``save_directory/titans_cache.safetensors``.
+
+        The file appears whole or not at all; one that was there before stays until the new one is complete.
+
+        Raises:
+            ValueError: if the cache is empty, or ``save_directory`` is a file.
+        """
+        directory = Path(save_directory)
+        if self.progress is None:
+            raise ValueError("the cache is empty: there is no memory to save before the first call")
+        if directory.is_file():
+            raise ValueError(f"save_directory must be a directory, but {directory} is a file")
+        directory.mkdir(parents=True, exist_ok=True)
+        tensors = {name: t.detach().to("cpu", copy=True).contiguous() for name, t in iterate_tensors(self._tree())}
+        meta = {"geometry": self.geometry, "columns": self.get_seq_length(), "recording": self.is_recording}
+        handle, temporary = tempfile.mkstemp(dir=directory, suffix=".tmp")
+        os.close(handle)
+        try:
+            save_file(tensors, temporary, metadata={"format": FORMAT, "cache": json.dumps(meta)})
+            os.chmod(temporary, 0o666 & ~_umask())
+            os.replace(temporary, directory / CACHE_FILE)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+
+    @classmethod
+    def from_pretrained(cls, path: str | os.PathLike, config=None, device="cpu") -> "TitansCache":
+        """Reads a cache that `save_pretrained` wrote.
+
+        Args:
+            path: the directory, or the file itself.
+            config: a `TitansConfig` that the cache must fit; a model checks this again when it is given the cache.
+            device: where to put the tensors.
+
+        Raises:
+            ValueError: naming what is wrong: no such file, not a Titans cache, damaged, or of another model.
+        """
+        file = Path(path) / CACHE_FILE if Path(path).is_dir() else Path(path)
+        tensors, meta = _read_file(file, device)
+        cache = cls.__new__(cls)
+        cache._setup(meta["geometry"])
+        if config is not None:
+            cache.check(config)
+        cache._load_tree(tensors, meta)
+        return cache
+
+    def _tree(self) -> tuple:
+        layers = tuple((layer.state, layer.base, layer.inputs) for layer in self.layers)
+        return layers, self.progress, self.base_progress, self.recorded
+
+    def _load_tree(self, tensors: dict[str, torch.Tensor], meta: dict) -> None:
+        tree = _nest(tensors)
+        try:
+            for index, layer in enumerate(self.layers):
+                parts = tree["0"][str(index)]
+                layer.state, layer.base = _state(parts.get("0")), _state(parts.get("1"))
+                layer.inputs = parts.get("2")
+                layer.columns, layer.record_past = meta["columns"], meta["recording"]
+                layer.is_initialized = True
+            self.progress = Progress(**tree["1"])
+            self.base_progress = Progress(**tree["2"]) if "2" in tree else None
+            self.recorded = Columns(**tree["3"]) if "3" in tree else None
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"the memory file is incomplete: {error!r}") from error
+
+    def _map_rows(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        rows = (self.progress, self.base_progress, self.recorded)
+        self.progress, self.base_progress, self.recorded = map_tensors(fn, rows)
+
+
+def _owned(t: torch.Tensor) -> torch.Tensor:
+    """``t``, copied if it is a view that would keep a larger tensor alive."""
+    return t.clone() if t.untyped_storage().nbytes() > t.numel() * t.element_size() else t
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _read_file(file: Path, device) -> tuple[dict[str, torch.Tensor], dict]:
+    if not file.is_file():
+        raise ValueError(f"no memory file at {file}; TitansCache.save_pretrained writes {CACHE_FILE}")
+    try:
+        with safe_open(file, framework="pt", device=str(device)) as handle:
+            metadata = handle.metadata() or {}
+            if metadata.get("format") != FORMAT:
+                raise ValueError(
+                    f"{file} is not a Titans memory file: its format is {metadata.get('format')!r}, not {FORMAT!r}"
+                )
+            return {name: handle.get_tensor(name) for name in handle.keys()}, json.loads(metadata["cache"])
+    except (SafetensorError, json.JSONDecodeError, KeyError) as error:
+        raise ValueError(f"{file} is damaged and cannot be read as a Titans memory: {error}") from error
+
+
+def _nest(tensors: dict[str, torch.Tensor]) -> dict:
+    tree: dict = {}
+    for name, tensor in tensors.items():
+        *path, leaf = name.split(".")
+        node = tree
+        for key in path:
+            node = node.setdefault(key, {})
+        node[leaf] = tensor
+    return tree
+
+
+def _state(parts: dict | None) -> NeuralMemoryState | None:
+    if parts is None:
+        return None
+    memory = parts["memory"]
+    weights, momentum = (
+        tuple(memory[group][str(layer)] for layer in range(len(memory[group]))) for group in ("weights", "momentum")
+    )
+    pending = PendingTokens(**memory["pending"])
+    count = memory["count"] if "count" in memory else pending.k.shape[1]
+    return NeuralMemoryState(MemoryState(weights, momentum, pending, count), parts.get("conv_tail"))

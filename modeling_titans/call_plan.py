@@ -1,0 +1,143 @@
+# Copyright 2026 The transformers-titans authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What the columns of one forward call are: which are real tokens, where documents begin, at which position."""
+
+from typing import NamedTuple
+
+import torch
+
+from .token_layout import TokenLayout
+
+
+class Progress(NamedTuple):
+    """How far each row has been read.
+
+    Attributes:
+        seen: (B,) real tokens read.
+        position: (B,) position of the last one, -1 before any.
+    """
+
+    seen: torch.Tensor
+    position: torch.Tensor
+
+    @classmethod
+    def start(cls, batch_size: int, device) -> "Progress":
+        seen = torch.zeros(batch_size, dtype=torch.long, device=device)
+        return cls(seen, seen - 1)
+
+
+class Columns(NamedTuple):
+    """A call's columns: real tokens, document starts among them, and positions, each (B, T)."""
+
+    mask: torch.Tensor
+    document_starts: torch.Tensor
+    position: torch.Tensor
+
+    def advance(self, progress: Progress) -> Progress:
+        """The rows' progress behind these columns."""
+        last = _last_real(self.mask)[:, -1]
+        position = self.position.gather(1, last.clamp(min=0)[:, None]).squeeze(1)
+        return Progress(progress.seen + self.mask.sum(1), torch.where(last >= 0, position, progress.position))
+
+    def layout(self, count: int | torch.Tensor, chunk_size: int) -> TokenLayout:
+        """The columns' layout for a memory with ``count`` pending tokens.
+
+        Whether all columns are plain decides which code runs, hence one wait for the device; a traced graph cannot
+        wait and takes the general code.
+        """
+        mask, starts = self.mask, self.document_starts
+        if not torch.compiler.is_compiling():
+            starts_exist, pads_exist = torch.stack([starts.any(), ~mask.all()]).tolist()
+            mask, starts = (mask if pads_exist else None), (starts if starts_exist else None)
+        return TokenLayout.build(mask, starts, count=count, chunk_size=chunk_size, shape=tuple(self.mask.shape))
+
+
+def plan_columns(
+    shape: tuple[int, int],
+    device,
+    progress: Progress | None,
+    attention_mask: torch.Tensor | None = None,
+    position_ids: torch.Tensor | None = None,
+    cu_seq_lens: torch.Tensor | None = None,
+    seq_idx: torch.Tensor | None = None,
+) -> Columns | None:
+    """Reads a call's arguments.
+
+    A document begins at a real token whose position is not its predecessor's + 1, or where ``cu_seq_lens`` or
+    ``seq_idx`` say so; padding is passed over. A row's very first token needs no mark: the row is at its start state.
+
+    Args:
+        shape: (B, T) of this call.
+        device: where to put what is made here.
+        progress: the rows' progress before the call; None: nothing read.
+        attention_mask: (B, T) or, with earlier columns in front, (B, > T).
+        position_ids: (B, T) or (1, T).
+        cu_seq_lens: (documents + 1,) borders of the documents in a single row.
+        seq_idx: (B, T) number of each token's document.
+
+    Returns:
+        The columns, or None if nothing was given and nothing read: T real tokens of one document in each row.
+
+    Raises:
+        ValueError: naming the argument whose shape does not fit.
+    """
+    if all(x is None for x in (attention_mask, position_ids, cu_seq_lens, seq_idx)) and progress is None:
+        return None
+    progress = Progress.start(shape[0], device) if progress is None else progress
+    mask = _real_columns(attention_mask, shape, device)
+    last_before = _previous_real(mask)
+    rank = mask.long().cumsum(1)
+    if position_ids is None:
+        position = progress.position[:, None] + rank
+        starts = torch.zeros_like(mask)
+    else:
+        position = _check_shape("position_ids", position_ids, shape, device)
+        previous = position.gather(1, last_before.clamp(min=0))
+        previous = torch.where(last_before >= 0, previous, progress.position[:, None])
+        starts = position != previous + 1
+    if seq_idx is not None:
+        index = _check_shape("seq_idx", seq_idx, shape, device)
+        starts = starts | ((index != index.gather(1, last_before.clamp(min=0))) & (last_before >= 0))
+    if cu_seq_lens is not None:
+        starts = starts | _packed_starts(cu_seq_lens, shape, device)
+    has_predecessor = (progress.seen[:, None] + rank) > 1
+    return Columns(mask, starts & mask & has_predecessor, position)
+
+
+def _real_columns(attention_mask: torch.Tensor | None, shape: tuple[int, int], device) -> torch.Tensor:
+    if attention_mask is None:
+        return torch.ones(shape, dtype=torch.bool, device=device)
+    if attention_mask.dim() != 2 or attention_mask.shape[0] != shape[0] or attention_mask.shape[1] < shape[1]:
+        raise ValueError(
+            f"attention_mask must be (batch_size, length) with batch_size {shape[0]} and length >= {shape[1]}, "
+            f"got {tuple(attention_mask.shape)}"
+        )
+    return attention_mask[:, attention_mask.shape[1] - shape[1] :].to(device=device, dtype=torch.bool)
+
+
+def _check_shape(name: str, value: torch.Tensor, shape: tuple[int, int], device) -> torch.Tensor:
+    if value.dim() != 2 or value.shape[1] != shape[1] or value.shape[0] not in (1, shape[0]):
+        raise ValueError(f"{name} must be {shape} or {(1, shape[1])}, got {tuple(value.shape)}")
+    return value.to(device).expand(shape)
+
+
+def _packed_starts(cu_seq_lens: torch.Tensor, shape: tuple[int, int], device) -> torch.Tensor:
+    if shape[0] != 1 or cu_seq_lens.dim() != 1:
+        raise ValueError(
+            f"cu_seq_lens_q describes one flattened row: it must be 1-dimensional with batch size 1, "
+            f"got {tuple(cu_seq_lens.shape)} with batch size {shape[0]}"
+        )
+    columns = torch.arange(shape[1], device=device)
+    return torch.isin(columns, cu_seq_lens.to(device)).expand(shape)
+
+
+def _last_real(mask: torch.Tensor) -> torch.Tensor:
+    """(B, T) index of the last real column up to each column, -1 if there is none."""
+    columns = torch.arange(mask.shape[1], device=mask.device)
+    return torch.where(mask, columns, -1).cummax(1).values
+
+
+def _previous_real(mask: torch.Tensor) -> torch.Tensor:
+    """(B, T) index of the last real column before each column, -1 if there is none."""
+    last = _last_real(mask)
+    return torch.cat([torch.full_like(last[:, :1], -1), last[:, :-1]], 1)

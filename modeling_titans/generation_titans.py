@@ -1,0 +1,55 @@
+# Copyright 2026 The transformers-titans authors.
+# SPDX-License-Identifier: Apache-2.0
+"""How `generate()` comes to use a memory-state cache."""
+
+from transformers.generation import GenerationMode
+
+from .cache_titans import TitansCache
+
+
+CACHE_IMPLEMENTATIONS = (None, "dynamic")
+ASSISTED_WITH_MEMORY = (
+    "assisted decoding cannot go on from a cache that has read tokens already: generate() would feed them again. "
+    "Pass the whole text without the cache, or generate without an assistant."
+)
+
+
+class TitansGenerationMixin:
+    """Put before `GenerationMixin` in a model's bases."""
+
+    def _prepare_cache_for_generation(
+        self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+    ) -> None:
+        """Puts a `TitansCache` into ``model_kwargs``, or makes the user's own fit the rows to be generated."""
+        implementation = generation_config.cache_implementation
+        if implementation not in CACHE_IMPLEMENTATIONS:
+            raise ValueError(
+                f"cache_implementation must be one of {CACHE_IMPLEMENTATIONS}, got {implementation!r}: a Titans cache "
+                "has a constant size by itself and holds no keys and values"
+            )
+        cache = model_kwargs.get("cache")
+        if cache is None:
+            if generation_config.use_cache is False:
+                return
+            model_kwargs["cache"] = TitansCache(config=self.config)
+            if generation_config.is_assistant:
+                model_kwargs["cache"].activate_past_recording()
+            return
+        if getattr(cache, "model_type", None) != "titans":
+            raise ValueError(f"cache must be a TitansCache, got {type(cache).__name__}")
+        if generation_mode == GenerationMode.ASSISTED_GENERATION and cache.get_seq_length():
+            raise ValueError(ASSISTED_WITH_MEMORY)
+        super()._prepare_cache_for_generation(
+            generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+        )
+        copies = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+        if copies > 1 and cache.batch_size == batch_size:
+            cache.batch_repeat_interleave(copies)
+        cache.check(self.config, batch_size * copies)
+
+    def init_continuous_batching(self, *args, **kwargs):
+        raise NotImplementedError(
+            "continuous batching pages keys and values; a Titans memory has none. Use generate() with a padded batch."
+        )
+
+    generate_batch = continuous_batching_context_manager = init_continuous_batching

@@ -1,0 +1,255 @@
+# Copyright 2026 The transformers-titans authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The neural long-term memory as a layer: projections, convolution and gates around the op (Titans, section 4.4)."""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from .configuration_titans import TitansConfig
+from .memory_ops import neural_memory
+from .memory_state import MemoryState, NeuralMemoryState
+from .token_layout import TokenLayout, convolution_inputs
+
+
+# Where the gates start, as logits: a step of 0.12 memory_max_lr, forgetting of 0.001 memory_max_forget, half of the
+# past surprise kept. Much larger steps make the untrained memory chaotic over thousands of tokens (see MEMORY.md).
+THETA_START, ALPHA_START, ETA_START = -2.0, -7.0, 0.0
+
+
+class TitansRMSNorm(nn.Module):
+    """Root-mean-square normalisation over the last dimension, in float32, with a learned scale."""
+
+    def __init__(self, hidden_size: int, eps: float = 1e-6):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+        self.variance_epsilon = eps
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        dtype = torch.promote_types(hidden_states.dtype, torch.float32)
+        x = hidden_states.to(dtype)
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * x.to(hidden_states.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{tuple(self.weight.shape)}, eps={self.variance_epsilon}"
+
+
+class NeuralMemoryOutput(NamedTuple):
+    """What the memory adds to the stream (B, T, hidden_size), the state after the call, inner losses (B, T, H)."""
+
+    hidden_states: torch.Tensor
+    state: NeuralMemoryState
+    surprise: torch.Tensor | None
+
+
+class TitansNeuralMemory(nn.Module):
+    """A memory that learns while it reads: each token is written into a small network, which is then read.
+
+    The layer has no mutable state of its own: what it has learned from a sequence is `NeuralMemoryState`, an argument
+    and a result of every call. It can be used alone, on any embeddings.
+
+    Args:
+        config: a `TitansConfig`; the `memory_*` fields and `hidden_size` matter.
+        layer_idx: which layer of a model this is.
+    """
+
+    def __init__(self, config: TitansConfig, layer_idx: int = 0):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        num_heads, head_dim, width = config.memory_num_heads, config.memory_head_dim, config.hidden_size
+        inner_width = num_heads * head_dim
+        self.q_proj = nn.Linear(width, inner_width, bias=False)
+        self.k_proj = nn.Linear(width, inner_width, bias=False)
+        self.v_proj = nn.Linear(width, inner_width, bias=False)
+        kernel_size = config.memory_conv_kernel_size
+        channels = 3 * inner_width
+        self.conv1d = nn.Conv1d(channels, channels, kernel_size, groups=channels, bias=False) if kernel_size else None
+        self.theta_proj = nn.Linear(width, num_heads)
+        self.alpha_proj = nn.Linear(width, num_heads) if config.memory_forgetting else None
+        self.eta_proj = nn.Linear(width, num_heads) if config.memory_momentum else None
+        hidden = [config.memory_expansion * head_dim] * (config.memory_depth - 1)
+        widths = [head_dim, *hidden, head_dim]
+        self.start_weights = nn.ParameterList(
+            nn.Parameter(torch.empty(num_heads, *pair)) for pair in zip(widths[:-1], widths[1:], strict=True)
+        )
+        has_norm = config.memory_norm
+        self.memory_norm_weight = nn.Parameter(torch.ones(num_heads, head_dim)) if has_norm else None
+        self.memory_norm_bias = nn.Parameter(torch.zeros(num_heads, head_dim)) if has_norm else None
+        self.o_norm = TitansRMSNorm(head_dim, config.rms_norm_eps)
+        self.o_gate_proj = nn.Linear(width, inner_width, bias=False)
+        self.o_proj = nn.Linear(inner_width, width, bias=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialises what is particular to a memory; linear layers and norms keep their own initialisation."""
+        for tensor, init in self.initial_values():
+            with torch.no_grad():
+                init(nn.init, tensor)
+
+    def initial_values(self):
+        """Yields (parameter, fn) where ``fn(init, parameter)`` fills it through the functions of module ``init``."""
+        for w in self.start_weights:
+            std = w.shape[1] ** -0.5
+            yield w, lambda init, t, std=std: init.normal_(t, mean=0.0, std=std)
+        if self.memory_norm_weight is not None:
+            yield self.memory_norm_weight, lambda init, t: init.ones_(t)
+            yield self.memory_norm_bias, lambda init, t: init.zeros_(t)
+        starts = ((self.theta_proj, THETA_START), (self.alpha_proj, ALPHA_START), (self.eta_proj, ETA_START))
+        for proj, start in starts:
+            if proj is not None:
+                yield proj.bias, lambda init, t, start=start: init.constant_(t, start)
+
+    def start_state(self, prefix_states: torch.Tensor | None = None) -> NeuralMemoryState:
+        """The state of one row before its first token.
+
+        Args:
+            prefix_states: (N_p, hidden_size) persistent tokens that the memory reads first. The last chunk they fill
+                is closed, so that the text behind them begins on a chunk.
+
+        Returns:
+            A state with batch size 1, differentiable in the start weights and the prefix.
+        """
+        memory = MemoryState.initial(list(self.start_weights), 1)
+        kernel_size = self.config.memory_conv_kernel_size
+        tail = None
+        if kernel_size:
+            tail = self.q_proj.weight.new_zeros(1, kernel_size - 1, self.conv1d.in_channels)
+        state = NeuralMemoryState(memory, tail)
+        if prefix_states is None or not prefix_states.shape[0]:
+            return state
+        chunk_size = self.config.memory_chunk_size
+        whole = prefix_states.shape[0] // chunk_size * chunk_size
+        for part, size in ((prefix_states[:whole], chunk_size), (prefix_states[whole:], prefix_states.shape[0] - whole)):
+            if part.shape[0]:
+                layout = TokenLayout.build(count=0, chunk_size=size)
+                state = self._write_and_read(part.unsqueeze(0), state, layout, None, False)[1]
+        return state
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        state: NeuralMemoryState | None = None,
+        attention_mask: torch.Tensor | None = None,
+        layout: TokenLayout | None = None,
+        start_state: NeuralMemoryState | None = None,
+        output_surprise: bool = False,
+    ) -> NeuralMemoryOutput:
+        """Writes and reads T tokens.
+
+        Args:
+            hidden_states: (B, T, hidden_size).
+            state: the memory before the call, for B rows; None: every row starts from ``start_state``.
+            attention_mask: (B, T), nonzero where a token is real; a masked token changes nothing. None: all are.
+            layout: the same and more, prepared once for all layers; then ``attention_mask`` must be None.
+            start_state: where documents start, of one row; None: `start_state()` without persistent tokens.
+            output_surprise: whether to return each token's inner loss at the weights of its chunk's start.
+
+        Returns:
+            hidden_states (B, T, hidden_size), zero at masked tokens before the output projection; the state after the
+            call; surprise (B, T, H) in at least float32, or None.
+
+        Raises:
+            ValueError: if a shape, the state or the layout does not fit.
+        """
+        self._check(hidden_states, state, attention_mask, layout)
+        restarts = layout is not None and layout.document_starts is not None
+        if start_state is None and (state is None or restarts):
+            start_state = self.start_state()
+        if state is None:
+            state = start_state.expand(hidden_states.shape[0])
+        if layout is None:
+            layout = TokenLayout.build(
+                attention_mask,
+                count=state.memory.count,
+                chunk_size=self.config.memory_chunk_size,
+                shape=tuple(hidden_states.shape[:2]),
+            )
+        y, state, surprise = self._write_and_read(hidden_states, state, layout, start_state, output_surprise)
+        gate = F.silu(self.o_gate_proj(hidden_states)).unflatten(-1, y.shape[2:])
+        return NeuralMemoryOutput(self.o_proj((self.o_norm(y) * gate).flatten(2)), state, surprise)
+
+    def advance(
+        self, hidden_states: torch.Tensor, state: NeuralMemoryState, layout: TokenLayout, start_state: NeuralMemoryState
+    ) -> NeuralMemoryState:
+        """The state after T tokens, without what they read."""
+        return self._write_and_read(hidden_states, state, layout, start_state, False)[1]
+
+    def _write_and_read(self, hidden_states, state, layout, start_state, output_surprise):
+        """Returns M's answers (B, T, H, D), the new state and the inner losses."""
+        q, k, v, tail = self._project(hidden_states, state, layout, start_state)
+        theta, alpha, eta = self._gates(hidden_states)
+        dtype = q.dtype
+        q, k = (F.normalize(x.to(torch.promote_types(dtype, torch.float32)), dim=-1, eps=1e-6).to(dtype) for x in (q, k))
+        config = self.config
+        result = neural_memory(
+            q,
+            k,
+            v,
+            theta,
+            alpha,
+            eta,
+            state.memory,
+            chunk_size=layout.chunk_size,
+            norm_weight=self.memory_norm_weight,
+            norm_bias=self.memory_norm_bias,
+            residual=config.memory_residual,
+            forget_to_weights=list(self.start_weights) if config.memory_forget_to == "start" else None,
+            rule=config.memory_rule,
+            layout=layout,
+            start_state=None if start_state is None else start_state.memory,
+            output_surprise=output_surprise,
+        )
+        return result.output, NeuralMemoryState(result.state, tail), result.surprise
+
+    def _project(self, hidden_states, state, layout, start_state):
+        """Queries, keys and values (B, T, H, D) after convolution and SiLU, and the convolution's new tail."""
+        x = torch.cat([self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)], -1)
+        tail = state.conv_tail
+        if self.conv1d is not None:
+            start_tail = None if start_state is None else start_state.conv_tail.to(x.dtype)
+            inputs, place, tail = convolution_inputs(x, tail.to(x.dtype), start_tail, layout)
+            x = self.conv1d(inputs.mT).mT
+            if place is not None:
+                x = torch.gather(x, 1, place.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
+        config = self.config
+        q, k, v = F.silu(x).unflatten(-1, (3, config.memory_num_heads, config.memory_head_dim)).unbind(2)
+        return q, k, v, tail
+
+    def _gates(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """theta, alpha, eta (B, T, H), in float32 at least: a small forgetting must not round to none."""
+        logits = self.theta_proj(hidden_states)
+        theta = self.config.memory_max_lr * _sigmoid(logits)
+        alpha = eta = torch.zeros_like(theta)
+        if self.alpha_proj is not None:
+            alpha = self.config.memory_max_forget * _sigmoid(self.alpha_proj(hidden_states))
+        if self.eta_proj is not None:
+            eta = _sigmoid(self.eta_proj(hidden_states))
+        return theta, alpha, eta
+
+    def _check(self, hidden_states, state, attention_mask, layout) -> None:
+        if hidden_states.dim() != 3 or hidden_states.shape[-1] != self.config.hidden_size or 0 in hidden_states.shape:
+            raise ValueError(
+                f"hidden_states must be (B, T, hidden_size={self.config.hidden_size}) with at least one token, "
+                f"got {tuple(hidden_states.shape)}"
+            )
+        if state is not None and not hasattr(state, "memory"):
+            raise ValueError(f"state must be a NeuralMemoryState, got {type(state).__name__}")
+        if state is not None and state.batch_size != hidden_states.shape[0]:
+            raise ValueError(f"state is of {state.batch_size} rows, hidden_states of {hidden_states.shape[0]}")
+        if attention_mask is not None and layout is not None:
+            raise ValueError("attention_mask and layout cannot both be given: the layout contains the mask")
+        if attention_mask is not None and attention_mask.shape != hidden_states.shape[:2]:
+            raise ValueError(
+                f"attention_mask must be (B, T) = {tuple(hidden_states.shape[:2])}, got {tuple(attention_mask.shape)}"
+            )
+
+
+def _sigmoid(logits: torch.Tensor) -> torch.Tensor:
+    return torch.sigmoid(logits.to(torch.promote_types(logits.dtype, torch.float32)))
+
+
+__all__ = ["NeuralMemoryOutput", "TitansNeuralMemory"]

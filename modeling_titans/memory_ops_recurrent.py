@@ -1,0 +1,113 @@
+# Copyright 2026 The transformers-titans authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The neural memory one token at a time, as the equations stand: slow, and what the fast forms are held against."""
+
+import torch
+
+from .inner_network import InnerNetwork, gelu, inner_gradient, output_of
+from .memory_ops_chunked import MemoryCall, MemoryResult
+from .memory_state import MemoryState, PendingTokens
+
+
+class _Walk:
+    """The memory's weights while it walks along a row: W_t and S_t, and both at the start of the open chunk."""
+
+    def __init__(self, call: MemoryCall):
+        self.call = call
+        norm = [None if t is None else t.unsqueeze(1) for t in (call.norm_weight, call.norm_bias)]
+        self.network = InnerNetwork(call.residual, *norm, call.norm_eps)
+        self.weights, self.momentum = list(call.state.weights), list(call.state.momentum)
+        self.anchor, self.anchor_momentum = self.weights, self.momentum
+        self.position = torch.zeros(call.q.shape[0], dtype=torch.long, device=call.q.device)
+
+    def restart(self, rows: torch.Tensor) -> None:
+        """Rows (B,) bool go back to the start state."""
+        self.weights = _where(rows, self.call.start_state.weights, self.weights)
+        self.momentum = _where(rows, self.call.start_state.momentum, self.momentum)
+        self.anchor = _where(rows, self.weights, self.anchor)
+        self.anchor_momentum = _where(rows, self.momentum, self.anchor_momentum)
+        self.position = torch.where(rows, 0, self.position)
+
+    def write(self, k, v, theta, alpha, eta, real: torch.Tensor) -> torch.Tensor:
+        """One token (B, H, ...) in the rows where it is real; returns its inner loss (B, H)."""
+        factors = inner_gradient(self.network, self.anchor, k.unsqueeze(2), v.unsqueeze(2))
+        theta, alpha, eta = (gate[..., None, None] for gate in (theta, alpha, eta))
+        weights, momentum = [], []
+        for layer, (w, s, a, g) in enumerate(zip(self.weights, self.momentum, factors.a, factors.g, strict=True)):
+            s = eta * s - theta * (a.mT @ g)
+            w = (1 - alpha) * w + s
+            if self.call.forget_to_weights is not None:
+                w = w + alpha * self.call.forget_to_weights[layer]
+            weights.append(w)
+            momentum.append(s)
+        self.weights = _where(real, weights, self.weights)
+        self.momentum = _where(real, momentum, self.momentum)
+        self.position = self.position + real
+        return 0.25 * factors.error.square().sum((-2, -1))
+
+    def read(self, q: torch.Tensor) -> torch.Tensor:
+        x = q.unsqueeze(2)
+        for layer, w in enumerate(self.weights):
+            z = (x if layer == 0 else gelu(z)) @ w
+        return output_of(self.network, x, z)[0].squeeze(2)
+
+    def close_full_chunks(self) -> None:
+        closed = self.position == self.call.chunk_size
+        self.anchor = _where(closed, self.weights, self.anchor)
+        self.anchor_momentum = _where(closed, self.momentum, self.anchor_momentum)
+        self.position = torch.where(closed, 0, self.position)
+
+
+def recurrent_memory(call: MemoryCall) -> MemoryResult:
+    """See `neural_memory`."""
+    walk, layout, pending = _Walk(call), call.layout, call.state.pending
+    counts = torch.as_tensor(call.state.count, device=call.q.device).expand(call.q.shape[0])
+    for j in range(pending.k.shape[1]):
+        walk.write(*(t[:, j] for t in pending), j < counts)
+    everyone = torch.ones_like(counts, dtype=torch.bool)
+    open_chunk = [list(row) for row in _open_rows(pending, counts)]
+    outputs, surprises = [], []
+    for t in range(call.q.shape[1]):
+        real = everyone if layout.mask is None else layout.mask[:, t]
+        token = [x[:, t] for x in call[1:6]]
+        token = [torch.where(real.view(-1, *(1,) * (x.dim() - 1)), x, 0) for x in token]
+        if layout.document_starts is not None:
+            starts = layout.document_starts[:, t] & real
+            walk.restart(starts)
+            open_chunk = [[] if new else row for row, new in zip(open_chunk, starts.tolist(), strict=True)]
+        surprises.append(torch.where(real[:, None], walk.write(*token, real), 0))
+        outputs.append(torch.where(real[:, None, None], walk.read(call.q[:, t]), 0))
+        for row, is_real in enumerate(real.tolist()):
+            if is_real:
+                open_chunk[row] = (open_chunk[row] + [[x[row] for x in token]])[-call.chunk_size :]
+        closing = (walk.position == call.chunk_size).tolist()
+        open_chunk = [[] if closed else row for row, closed in zip(open_chunk, closing, strict=True)]
+        walk.close_full_chunks()
+    pending, count = _stack_open_chunks(open_chunk, call)
+    state = MemoryState(tuple(walk.anchor), tuple(walk.anchor_momentum), pending, count)
+    surprise = torch.stack(surprises, 1) if call.output_surprise else None
+    return MemoryResult(torch.stack(outputs, 1), state, surprise)
+
+
+def _where(rows: torch.Tensor, chosen, other) -> list[torch.Tensor]:
+    rows = rows.view(-1, 1, 1, 1)
+    return [torch.where(rows, x, y) for x, y in zip(chosen, other, strict=True)]
+
+
+def _open_rows(pending: PendingTokens, counts: torch.Tensor):
+    """For each row the list of its pending tokens, each [k, v, theta, alpha, eta]."""
+    for row, count in enumerate(counts.tolist()):
+        yield [[t[row, j] for t in pending] for j in range(count)]
+
+
+def _stack_open_chunks(rows, call: MemoryCall) -> tuple[PendingTokens, int | torch.Tensor]:
+    counts = [len(row) for row in rows]
+    alike = call.layout.slots is None
+    width = counts[0] if alike else call.chunk_size - 1
+    zeros = [torch.zeros_like(x[0, 0]) for x in call[1:6]]
+    columns = []
+    for part, zero in enumerate(zeros):
+        padded = [[token[part] for token in row] + [zero] * (width - len(row)) for row in rows]
+        stacked = [torch.stack(row) if row else zero.new_zeros(0, *zero.shape) for row in padded]
+        columns.append(torch.stack(stacked))
+    return PendingTokens(*columns), counts[0] if alike else torch.tensor(counts, device=call.q.device)

@@ -1,0 +1,108 @@
+# Copyright 2026 The transformers-titans authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The state of a neural memory: an explicit argument and an explicit result of every call, never a module attribute."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+
+class PendingTokens(NamedTuple):
+    """The tokens of each row's open chunk, in order, first token at index 0, zeros behind a row's last one.
+
+    Attributes:
+        k, v: keys and values, (B, P, H, D).
+        theta, alpha, eta: the gates, (B, P, H).
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    theta: torch.Tensor
+    alpha: torch.Tensor
+    eta: torch.Tensor
+
+
+class MemoryState(NamedTuple):
+    """What a neural memory knows of the tokens it has read.
+
+    Weights and momentum stand at the start of each row's open chunk; the chunk's tokens are kept as they came and are
+    replayed with the next call. Any split of a sequence over calls therefore computes what a single call computes,
+    and taking tokens of the open chunk back means dropping them.
+
+    Attributes:
+        weights: the memory's layers W_1..W_L, each (B, H, D_in, D_out), applied as ``x @ W``.
+        momentum: the past surprise S of each layer (Titans, eq. 10), same shapes.
+        pending: the open chunk's tokens.
+        count: how many tokens are pending: an int if it is the same in every row (then P == count), else a
+            LongTensor (B,) (then P == chunk_size - 1).
+    """
+
+    weights: tuple[torch.Tensor, ...]
+    momentum: tuple[torch.Tensor, ...]
+    pending: PendingTokens
+    count: int | torch.Tensor
+
+    @classmethod
+    def initial(cls, weights: Sequence[torch.Tensor], batch_size: int) -> "MemoryState":
+        """The state before any token: the learned start weights W_0, no momentum, nothing pending.
+
+        Args:
+            weights: one tensor (H, D_in, D_out) per layer; the first D_in and the last D_out are the head dimension.
+            batch_size: number of rows.
+
+        Returns:
+            A state in float32, or float64 for float64 weights, through which gradients reach ``weights``.
+        """
+        dtype = torch.promote_types(weights[0].dtype, torch.float32)
+        rows = tuple(w.to(dtype).expand(batch_size, *w.shape) for w in weights)
+        num_heads, head_dim = weights[0].shape[:2]
+        vectors = rows[0].new_zeros(batch_size, 0, num_heads, head_dim)
+        gates = rows[0].new_zeros(batch_size, 0, num_heads)
+        pending = PendingTokens(vectors, vectors, gates, gates, gates)
+        return cls(rows, tuple(torch.zeros_like(w) for w in rows), pending, 0)
+
+    @property
+    def batch_size(self) -> int:
+        return self.weights[0].shape[0]
+
+
+def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
+    """``tree`` with ``fn`` applied to each tensor; (named) tuples keep their type, other leaves stay as they are."""
+    if isinstance(tree, torch.Tensor):
+        return fn(tree)
+    if isinstance(tree, tuple):
+        leaves = [map_tensors(fn, leaf) for leaf in tree]
+        return type(tree)(*leaves) if hasattr(tree, "_fields") else tuple(leaves)
+    return tree
+
+
+def iterate_tensors(tree: Any, name: str = ""):
+    """Yields (dotted name, tensor) for each tensor of a tree of (named) tuples, in a fixed order."""
+    if isinstance(tree, torch.Tensor):
+        yield name, tree
+    elif isinstance(tree, tuple):
+        keys = tree._fields if hasattr(tree, "_fields") else range(len(tree))
+        for key, leaf in zip(keys, tree, strict=True):
+            yield from iterate_tensors(leaf, f"{name}.{key}" if name else str(key))
+
+
+class NeuralMemoryState(NamedTuple):
+    """The state of a `TitansNeuralMemory` layer.
+
+    Attributes:
+        memory: the op's state.
+        conv_tail: (B, kernel_size - 1, 3 * H * D) each row's last inputs of the convolution, zeros before its first;
+            None if the layer has no convolution.
+    """
+
+    memory: MemoryState
+    conv_tail: torch.Tensor | None
+
+    @property
+    def batch_size(self) -> int:
+        return self.memory.batch_size
+
+    def expand(self, batch_size: int) -> "NeuralMemoryState":
+        """A state of one row as the state of ``batch_size`` equal rows."""
+        return map_tensors(lambda t: t.expand(batch_size, *t.shape[1:]), self)

@@ -1,0 +1,358 @@
+# Copyright 2026 The transformers-titans authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Titans models: blocks around the neural memory, in the form of transformers' own models (arXiv 2501.00663)."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from transformers import initialization as init
+from transformers.activations import ACT2FN
+from transformers.generation import GenerationMixin
+from transformers.modeling_layers import (
+    GenericForSequenceClassification,
+    GenericForTokenClassification,
+    GradientCheckpointingLayer,
+)
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_utils import PreTrainedModel
+from transformers.utils import can_return_tuple
+from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.output_capturing import capture_outputs
+
+from .cache_titans import TitansCache
+from .call_plan import Progress, plan_columns
+from .configuration_titans import TitansConfig
+from .generation_titans import TitansGenerationMixin
+from .memory_state import NeuralMemoryState
+from .memory_layer import TitansNeuralMemory, TitansRMSNorm
+from .token_layout import TokenLayout
+
+
+@dataclass
+class TitansModelOutput(BaseModelOutputWithPast):
+    """`BaseModelOutputWithPast` with the layers' surprise.
+
+    Attributes:
+        surprise: with ``output_surprise=True`` one tensor (B, T, memory_num_heads) per layer: each token's inner loss
+            |M(k) - v|^2 at the weights of its chunk's start (Titans, eq. 12); 0 at masked tokens.
+    """
+
+    surprise: tuple[torch.Tensor, ...] | None = None
+
+
+@dataclass
+class TitansCausalLMOutput(CausalLMOutputWithPast):
+    """`CausalLMOutputWithPast` with the layers' surprise, see `TitansModelOutput`."""
+
+    surprise: tuple[torch.Tensor, ...] | None = None
+
+
+class TitansMLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: TitansConfig):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.act_fn = ACT2FN[config.hidden_act]
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))
+
+
+class TitansLayerOutput(NamedTuple):
+    """A block's result: the stream (B, T, hidden_size), its memory's state, inner losses, and what the memory read."""
+
+    hidden_states: torch.Tensor
+    state: NeuralMemoryState
+    surprise: torch.Tensor | None
+    memory_inputs: torch.Tensor
+
+
+class TitansDecoderLayer(GradientCheckpointingLayer):
+    """One block: norm -> neural memory over [P; x] -> MLP, both added to the stream (Titans, section 4.3, LMM)."""
+
+    def __init__(self, config: TitansConfig, layer_idx: int):
+        super().__init__()
+        self.persistent_tokens = None
+        if config.num_persistent_tokens:
+            self.persistent_tokens = nn.Parameter(torch.zeros(config.num_persistent_tokens, config.hidden_size))
+        self.input_layernorm = TitansRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.memory = TitansNeuralMemory(config, layer_idx)
+        self.post_memory_layernorm = TitansRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = TitansMLP(config)
+
+    def start_state(self) -> NeuralMemoryState:
+        """The state of one row in which every document starts: behind the persistent tokens."""
+        if self.persistent_tokens is None:
+            return self.memory.start_state()
+        return self.memory.start_state(self.input_layernorm(self.persistent_tokens))
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        state: NeuralMemoryState | None = None,
+        layout: TokenLayout | None = None,
+        output_surprise: bool = False,
+    ) -> TitansLayerOutput:
+        restarts = layout is not None and layout.document_starts is not None
+        start_state = self.start_state() if state is None or restarts else None
+        memory_inputs = self.input_layernorm(hidden_states)
+        memory = self.memory(
+            memory_inputs, state, layout=layout, start_state=start_state, output_surprise=output_surprise
+        )
+        hidden_states = hidden_states + memory.hidden_states
+        hidden_states = hidden_states + self.mlp(self.post_memory_layernorm(hidden_states))
+        return TitansLayerOutput(hidden_states, memory.state, memory.surprise, memory_inputs)
+
+    def replay(self, inputs: torch.Tensor, state: NeuralMemoryState | None, layout: TokenLayout) -> NeuralMemoryState:
+        """The memory's state after inputs (B, R, hidden_size) that it has read before."""
+        start_state = self.start_state()
+        state = start_state.expand(inputs.shape[0]) if state is None else state
+        return self.memory.advance(inputs, state, layout, start_state)
+
+
+class TitansPreTrainedModel(PreTrainedModel):
+    """Weights' initialisation, and what transformers may do with a Titans model."""
+
+    config: TitansConfig
+    config_class = TitansConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["TitansDecoderLayer"]
+    _skip_keys_device_placement = ["cache"]
+    _is_stateful = False
+    _can_record_outputs = {"hidden_states": TitansDecoderLayer}
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        # By name: the copy of this code in a checkpoint and the installed one may both be loaded.
+        if type(module).__name__ == "TitansNeuralMemory":
+            for tensor, initialise in module.initial_values():
+                initialise(init, tensor)
+        elif type(module).__name__ == "TitansDecoderLayer" and module.persistent_tokens is not None:
+            init.normal_(module.persistent_tokens, mean=0.0, std=self.config.initializer_range)
+
+
+class TitansModel(TitansPreTrainedModel):
+    """Embeddings, blocks and a final norm.
+
+    Args:
+        config: a `TitansConfig`.
+    """
+
+    def __init__(self, config: TitansConfig):
+        super().__init__(config)
+        self.padding_idx = config.pad_token_id
+        self.vocab_size = config.vocab_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
+        self.layers = nn.ModuleList(
+            [TitansDecoderLayer(config, layer_idx) for layer_idx in range(config.num_hidden_layers)]
+        )
+        self.norm = TitansRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        cache: TitansCache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        use_cache: bool | None = None,
+        output_surprise: bool = False,
+        **kwargs,
+    ) -> TitansModelOutput:
+        """Reads T tokens of B rows.
+
+        Args:
+            input_ids: (B, T) token ids; or give ``inputs_embeds`` (B, T, hidden_size).
+            attention_mask: (B, T), or with earlier columns in front; 0 marks padding, which changes nothing, wherever
+                it stands. None: no padding.
+            position_ids: (B, T). A real token whose position is not its predecessor's + 1 begins a document: the row
+                goes back to the learned start state. None: each row goes on.
+            cache: the memory of what was read before; it is advanced in place. None: every row starts afresh.
+            use_cache: whether to make a cache; by default in evaluation only. One that is passed is always advanced.
+            output_surprise: whether to return `TitansModelOutput.surprise`.
+            kwargs: ``cu_seq_lens_q`` or ``seq_idx``: document borders as transformers' padding-free collators give
+                them; ``output_hidden_states``, ``return_dict``.
+
+        Raises:
+            ValueError: naming the argument, its value and what is allowed, before anything changes.
+        """
+        inputs_embeds = self._embed(input_ids, inputs_embeds)
+        batch_size, num_columns = inputs_embeds.shape[:2]
+        if cache is None and use_cache and not (self.training and torch.is_grad_enabled()):
+            cache = TitansCache(config=self.config)
+        progress = None
+        if cache is not None:
+            _check_cache(cache, self.config, batch_size)
+            progress = cache.progress or Progress.start(batch_size, inputs_embeds.device)
+        columns = plan_columns(
+            (batch_size, num_columns),
+            inputs_embeds.device,
+            progress,
+            attention_mask,
+            position_ids,
+            kwargs.get("cu_seq_lens_q"),
+            kwargs.get("seq_idx"),
+        )
+        if cache is not None and cache.needs_replay:
+            self._replay(cache)
+        count = 0 if cache is None else cache.count
+        layout = None
+        if columns is not None:
+            layout = columns.layout(count, self.config.memory_chunk_size)
+
+        hidden_states = inputs_embeds
+        states, memory_inputs, surprises = [], [], []
+        for index, layer in enumerate(self.layers):
+            state = None if cache is None else cache.layers[index].state
+            output = layer(hidden_states, state=state, layout=layout, output_surprise=output_surprise)
+            hidden_states, surprise = output[0], output[2]
+            surprises.append(surprise)
+            if cache is not None:
+                states.append(output[1])
+                memory_inputs.append(output[3])
+        if cache is not None:
+            cache.advance(columns, states, memory_inputs)
+        return TitansModelOutput(
+            last_hidden_state=self.norm(hidden_states),
+            cache=cache,
+            surprise=tuple(surprises) if output_surprise else None,
+        )
+
+    def _embed(self, input_ids, inputs_embeds) -> torch.Tensor:
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("exactly one of input_ids and inputs_embeds must be given")
+        given, name = (input_ids, "input_ids") if inputs_embeds is None else (inputs_embeds, "inputs_embeds")
+        if given.dim() != (2 if inputs_embeds is None else 3) or 0 in given.shape[:2]:
+            raise ValueError(f"{name} must have at least one row and one token, got shape {tuple(given.shape)}")
+        if inputs_embeds is not None:
+            return inputs_embeds
+        # On an accelerator the check would wait for the device; there the embedding itself asserts.
+        if input_ids.device.type == "cpu" and not torch.compiler.is_compiling():
+            least, most = input_ids.min().item(), input_ids.max().item()
+            if least < 0 or most >= self.embed_tokens.num_embeddings:
+                raise ValueError(
+                    f"input_ids must be in [0, vocab_size={self.embed_tokens.num_embeddings}), got "
+                    f"{least if least < 0 else most}: does the tokenizer belong to this model?"
+                )
+        return self.embed_tokens(input_ids)
+
+    def _replay(self, cache: TitansCache) -> None:
+        """After a crop: rebuilds the states from the recorded inputs that are left."""
+        base = cache.layers[0].base
+        count = 0 if base is None else base.memory.count
+        layout = cache.recorded.layout(count, self.config.memory_chunk_size)
+        cache.replayed([
+            layer.replay(kept.inputs, kept.base, layout)
+            for layer, kept in zip(self.layers, cache.layers, strict=True)
+        ])
+
+
+def _check_cache(cache, config: TitansConfig, batch_size: int) -> None:
+    if getattr(cache, "model_type", None) != "titans":
+        raise ValueError(
+            f"cache must be a TitansCache, got {type(cache).__name__}: a memory's state does not fit into keys and "
+            "values. Pass none to have one made, or TitansCache(config)."
+        )
+    cache.check(config, batch_size)
+
+
+class TitansForCausalLM(TitansPreTrainedModel, TitansGenerationMixin, GenerationMixin):
+    """A Titans model with a language modelling head.
+
+    Args:
+        config: a `TitansConfig`.
+    """
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    def __init__(self, config: TitansConfig):
+        super().__init__(config)
+        self.model = TitansModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        cache: TitansCache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        labels: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        output_surprise: bool = False,
+        **kwargs,
+    ) -> TitansCausalLMOutput:
+        """Reads T tokens of B rows and predicts the next ones.
+
+        Args:
+            labels: (B, T) targets, shifted inside the model; -100 is ignored. With labels no cache is made unless
+                asked for. A batch without a single target has loss 0.
+            logits_to_keep: number of last columns (0: all), or their indices, to compute logits for.
+            kwargs: ``num_items_in_batch`` and other arguments of transformers' loss function, and those of
+                `TitansModel.forward`, where the other arguments are described.
+        """
+        if use_cache is None and labels is not None:
+            use_cache = False
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            cache=cache,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            output_surprise=output_surprise,
+            **kwargs,
+        )
+        slice_indices = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(outputs.last_hidden_state[:, slice_indices, :])
+        loss = None
+        if labels is not None:
+            kwargs["num_items_in_batch"] = _num_targets(labels, **kwargs)
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return TitansCausalLMOutput(
+            loss=loss,
+            logits=logits,
+            cache=outputs.cache,
+            hidden_states=outputs.hidden_states,
+            surprise=outputs.surprise,
+        )
+
+
+def _num_targets(labels, num_items_in_batch=None, shift_labels=None, ignore_index=-100, **kwargs):
+    """The loss's divisor: at least 1, so that a batch of padding alone gives 0 and not 0 / 0."""
+    if num_items_in_batch is None:
+        targets = labels[..., 1:] if shift_labels is None else shift_labels
+        num_items_in_batch = (targets != ignore_index).sum()
+    return num_items_in_batch.clamp(min=1) if torch.is_tensor(num_items_in_batch) else max(num_items_in_batch, 1)
+
+
+class TitansForSequenceClassification(GenericForSequenceClassification, TitansPreTrainedModel):
+    """A Titans model with a classifier on each row's last token."""
+
+
+class TitansForTokenClassification(GenericForTokenClassification, TitansPreTrainedModel):
+    """A Titans model with a classifier on every token."""
+
+
+__all__ = [
+    "TitansForCausalLM",
+    "TitansForSequenceClassification",
+    "TitansForTokenClassification",
+    "TitansModel",
+    "TitansPreTrainedModel",
+]
