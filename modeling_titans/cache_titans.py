@@ -41,8 +41,9 @@ class TitansCacheLayer(CacheLayerMixin):
     Attributes:
         state: the state after all columns fed; None before the first, or after a crop until the next forward has
             rebuilt it.
-        base: the state that ``inputs`` were fed to; None: the start state.
-        inputs: (B, R, hidden_size) inputs of the memory since ``base``, or None.
+        inputs: (B, R, hidden_size) inputs of the memory since recording began, or None.
+        marks: states on the way, each with the number of inputs before it; the first one is where recording began.
+            None stands for the start state.
         columns: columns fed, padding included.
         record_past: whether inputs are being kept.
     """
@@ -53,8 +54,8 @@ class TitansCacheLayer(CacheLayerMixin):
     def __init__(self):
         super().__init__()
         self.state: NeuralMemoryState | None = None
-        self.base: NeuralMemoryState | None = None
         self.inputs: torch.Tensor | None = None
+        self.marks: list[tuple[int, NeuralMemoryState | None]] = [(0, None)]
         self.columns = 0
         self.record_past = False
 
@@ -71,24 +72,27 @@ class TitansCacheLayer(CacheLayerMixin):
 
     def advance(self, state: NeuralMemoryState, inputs: torch.Tensor) -> None:
         """Stores the state after a call with these inputs (B, T, hidden_size)."""
-        if not self.record_past:
-            self.base = self.inputs = None
-        else:
-            inputs = _owned(inputs.detach())
-            self.inputs = inputs if self.inputs is None else torch.cat([self.inputs, inputs], 1)
         self.state = map_tensors(_owned, state)
         self.columns += inputs.shape[1]
         self.is_initialized = True
+        if self.record_past:
+            inputs = _owned(inputs.detach())
+            self.inputs = inputs if self.inputs is None else torch.cat([self.inputs, inputs], 1)
+        else:
+            self.rebase()
+
+    def mark(self) -> None:
+        """Keeps the present state, so that going back to a later point starts here."""
+        self.marks.append((self.inputs.shape[1], self.state))
 
     def rebase(self) -> None:
-        """The present state becomes the one to go back to."""
-        if not self.needs_replay:
-            self.base, self.inputs = self.state, None
+        """Recording begins at the present state."""
+        self.marks, self.inputs = [(0, self.state if self.record_past else None)], None
 
     def replayed(self, state: NeuralMemoryState) -> None:
-        """Stores the state that a replay of ``inputs`` has given."""
-        self.state = self.base = map_tensors(_owned, state)
-        self.inputs = None
+        """Stores the state that reading the inputs behind the last mark again has given."""
+        self.state = map_tensors(_owned, state)
+        self.rebase()
 
     def activate_past_recording(self) -> None:
         if not self.record_past:
@@ -98,21 +102,31 @@ class TitansCacheLayer(CacheLayerMixin):
     def crop(self, tokens_to_remove: int) -> None:
         self.columns += tokens_to_remove
         if tokens_to_remove == 0:
-            self.rebase()
+            if not self.needs_replay:
+                self.rebase()
             return
-        self.inputs = self.inputs[:, :tokens_to_remove]
-        self.state = None
-        if self.inputs.shape[1] == 0:
-            self.inputs, self.state = None, self.base
+        left = self.inputs.shape[1] + tokens_to_remove
+        self.marks = [mark for mark in self.marks if mark[0] <= left]
+        if self.marks[-1][0] == left:
+            self.state = self.marks[-1][1]
+            self.rebase()
+        else:
+            self.state, self.inputs = None, self.inputs[:, :left]
 
     def reset(self) -> None:
-        self.state = self.base = self.inputs = None
+        self.state = None
+        self.rebase()
         self.columns = 0
         self.is_initialized = False
 
     def map(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Applies ``fn`` to every tensor of the layer."""
-        self.state, self.base, self.inputs = map_tensors(fn, (self.state, self.base, self.inputs))
+        self.state, self.inputs = map_tensors(fn, (self.state, self.inputs))
+        self.marks = [(offset, map_tensors(fn, state)) for offset, state in self.marks]
+
+    def tree(self) -> tuple:
+        """All tensors of the layer."""
+        return self.state, self.inputs, tuple(state for _, state in self.marks)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         self.map(lambda t: t.index_select(0, beam_idx.to(t.device)))
@@ -124,7 +138,7 @@ class TitansCacheLayer(CacheLayerMixin):
         self.map(lambda t: t[indices.to(t.device)])
 
     def offload(self) -> None:
-        self.device = next((t.device for _, t in iterate_tensors((self.state, self.base, self.inputs))), None)
+        self.device = next((t.device for _, t in iterate_tensors(self.tree())), None)
         self.map(lambda t: t.to("cpu"))
 
     def prefetch(self) -> None:
@@ -206,16 +220,12 @@ class TitansCache(DynamicCache):
         progress = self.progress
         if progress is None:
             progress = Progress.start(columns.mask.shape[0], columns.mask.device)
-        if self.is_recording:
-            recorded = self.recorded
-            if recorded is not None:
-                columns_recorded = Columns(*(torch.cat(pair, 1) for pair in zip(recorded, columns, strict=True)))
-            else:
-                columns_recorded = columns
-            self.recorded = columns_recorded
-            self.base_progress = progress if recorded is None else self.base_progress
-        else:
+        if not self.is_recording:
             self.recorded = self.base_progress = None
+        elif self.recorded is None:
+            self.recorded, self.base_progress = columns, progress
+        else:
+            self.recorded = Columns(*(torch.cat(pair, 1) for pair in zip(self.recorded, columns, strict=True)))
         for layer, state, layer_inputs in zip(self.layers, states, inputs, strict=True):
             layer.advance(state, layer_inputs)
         self.progress = columns.advance(progress)
@@ -245,19 +255,28 @@ class TitansCache(DynamicCache):
                 f"cannot take back {-tokens_to_remove} columns: {available} have been recorded. "
                 "Call cache.activate_past_recording() before feeding columns that may have to be taken back."
             )
-        if tokens_to_remove:
+        if tokens_to_remove == -available:
+            self.progress = self.base_progress if available else self.progress
+        elif tokens_to_remove:
             self.recorded = Columns(*(t[:, :tokens_to_remove] for t in self.recorded))
-            empty = self.recorded.mask.shape[1] == 0
-            self.progress = self.base_progress if empty else self.recorded.advance(self.base_progress)
-            self.recorded = None if empty else self.recorded
-        elif not self.needs_replay:
-            self.recorded = self.base_progress = None
+            self.progress = self.recorded.advance(self.base_progress)
         for layer in self.layers:
             layer.crop(tokens_to_remove)
+        if not self.needs_replay:
+            self.recorded = self.base_progress = None
 
     @property
     def needs_replay(self) -> bool:
         return self.layers[0].needs_replay
+
+    def mark(self) -> None:
+        """While recording: keeps the present states, so that a crop to a later point has less to read again."""
+        for layer in self.layers:
+            layer.mark()
+
+    def columns_to_replay(self) -> Columns:
+        """The columns behind the last mark, which the layers have to read again."""
+        return Columns(*(t[:, self.layers[0].marks[-1][0] :] for t in self.recorded))
 
     def replayed(self, states: list[NeuralMemoryState]) -> None:
         """Stores the states that the layers have rebuilt from their recorded inputs."""
@@ -310,7 +329,12 @@ class TitansCache(DynamicCache):
             raise ValueError(f"save_directory must be a directory, but {directory} is a file")
         directory.mkdir(parents=True, exist_ok=True)
         tensors = {name: t.detach().to("cpu", copy=True).contiguous() for name, t in iterate_tensors(self._tree())}
-        meta = {"geometry": self.geometry, "columns": self.get_seq_length(), "recording": self.is_recording}
+        meta = {
+            "geometry": self.geometry,
+            "columns": self.get_seq_length(),
+            "recording": self.is_recording,
+            "marks": [offset for offset, _ in self.layers[0].marks],
+        }
         handle, temporary = tempfile.mkstemp(dir=directory, suffix=".tmp")
         os.close(handle)
         try:
@@ -343,16 +367,16 @@ class TitansCache(DynamicCache):
         return cache
 
     def _tree(self) -> tuple:
-        layers = tuple((layer.state, layer.base, layer.inputs) for layer in self.layers)
-        return layers, self.progress, self.base_progress, self.recorded
+        return tuple(layer.tree() for layer in self.layers), self.progress, self.base_progress, self.recorded
 
     def _load_tree(self, tensors: dict[str, torch.Tensor], meta: dict) -> None:
         tree = _nest(tensors)
         try:
             for index, layer in enumerate(self.layers):
                 parts = tree["0"][str(index)]
-                layer.state, layer.base = _state(parts.get("0")), _state(parts.get("1"))
-                layer.inputs = parts.get("2")
+                marks = parts.get("2", {})
+                layer.state, layer.inputs = _state(parts.get("0")), parts.get("1")
+                layer.marks = [(offset, _state(marks.get(str(i)))) for i, offset in enumerate(meta["marks"])]
                 layer.columns, layer.record_past = meta["columns"], meta["recording"]
                 layer.is_initialized = True
             self.progress = Progress(**tree["1"])

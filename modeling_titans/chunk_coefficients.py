@@ -53,7 +53,9 @@ class _SegmentProducts(torch.autograd.Function):
         # dP_{t',s} / df_t = P_{t',t} P_{t-1,s} for s < t <= t': no division, so f_t = 0 is no exception.
         (products,) = ctx.saved_tensors
         reached = products.mT @ grad.tril()
-        return torch.cat([torch.zeros_like(grad[..., :1, 0]), (reached[..., 1:, :] * products[..., :-1, :]).sum(-1)], -1)
+        return torch.cat(
+            [torch.zeros_like(grad[..., :1, 0]), (reached[..., 1:, :] * products[..., :-1, :]).sum(-1)], -1
+        )
 
 
 def chunk_coefficients(

@@ -159,9 +159,7 @@ def _forward(inputs: ScanInputs, options: ScanOptions, keep: bool) -> tuple[list
     outputs, surprises = [], []
     for begin in range(0, num_chunks, SPAN):
         span, span_options = _slice_chunks(inputs, options, begin, begin + SPAN)
-        store = [w[begin : begin + SPAN] for w in boundary] or [
-            w.new_empty(span.k.shape[0], *w.shape) for w in state
-        ]
+        store = [w[begin : begin + SPAN] for w in boundary] or None
         output, surprise, state = _forward_span(span, span_options, state, store)
         outputs.append(output)
         surprises.append(surprise)
@@ -169,26 +167,37 @@ def _forward(inputs: ScanInputs, options: ScanOptions, keep: bool) -> tuple[list
     return results + ([torch.cat(surprises)] if options.surprise else []), boundary
 
 
-def _forward_span(inputs: ScanInputs, options: ScanOptions, state: list, store: list):
-    """Writes a span's chunks one after another, leaving the states at their starts in ``store``, then reads them."""
+def _forward_span(inputs: ScanInputs, options: ScanOptions, state: list, store: list | None):
+    """Writes a span's chunks one after another, then reads them all.
+
+    Returns the output, the inner losses or None, and the state behind the span. The states at the chunks' starts are
+    left in ``store`` if it is given.
+    """
     depth, network = options.depth, inputs.network(options)
     coefficients = chunk_coefficients(inputs.theta, inputs.alpha, inputs.eta, inputs.q.shape[-2], inputs.full)
     weights, momentum = state[:depth], state[depth:]
-    kept = []
+    starts, kept = [], []
     for n in range(inputs.k.shape[0]):
         if n in options.restart_at:
             weights, momentum = _restart(inputs, n, weights, momentum)
-        for place, tensor in zip(store, (*weights, *momentum), strict=True):
-            place[n] = tensor
-        factors = inner_gradient(network, weights, inputs.k[n], inputs.v[n])
-        kept.append(factors)
+        starts.append([*weights, *momentum])
+        kept.append(inner_gradient(network, weights, inputs.k[n], inputs.v[n]))
         if options.write:
-            weights, momentum = _update(inputs, coefficients, n, weights, momentum, factors)
-    a = [torch.stack([factors.a[layer] for factors in kept]) for layer in range(depth)]
-    g = [torch.stack([factors.g[layer] for factors in kept]) for layer in range(depth)]
-    output = _read(network, store[:depth], store[depth:], inputs, coefficients, a, g).output
+            weights, momentum = _update(inputs, coefficients, n, weights, momentum, kept[-1])
+    starts = _stack_chunks(starts, store)
+    a, g = _stack_chunks([factors.a for factors in kept]), _stack_chunks([factors.g for factors in kept])
+    output = _read(network, starts[:depth], starts[depth:], inputs, coefficients, a, g).output
     surprise = torch.stack([0.25 * f.error.square().sum(-1) for f in kept]) if options.surprise else None
     return output, surprise, [*weights, *momentum]
+
+
+def _stack_chunks(per_chunk: list[list[torch.Tensor]], store: list[torch.Tensor] | None = None) -> list[torch.Tensor]:
+    """Lists of tensors by chunk -> a list of tensors with a chunk dimension in front; a lone chunk's are views."""
+    if store is not None:
+        return [torch.stack(chunks, out=out) for chunks, out in zip(zip(*per_chunk, strict=True), store, strict=True)]
+    if len(per_chunk) == 1:
+        return [t.unsqueeze(0) for t in per_chunk[0]]
+    return [torch.stack(chunks) for chunks in zip(*per_chunk, strict=True)]
 
 
 def _restart(inputs: ScanInputs, n: int, weights: list, momentum: list) -> tuple[list, list]:

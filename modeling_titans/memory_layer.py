@@ -14,9 +14,24 @@ from .memory_state import MemoryState, NeuralMemoryState
 from .token_layout import TokenLayout, convolution_inputs
 
 
-# Where the gates start, as logits: a step of 0.12 memory_max_lr, forgetting of 0.001 memory_max_forget, half of the
-# past surprise kept. Much larger steps make the untrained memory chaotic over thousands of tokens (see MEMORY.md).
-THETA_START, ALPHA_START, ETA_START = -2.0, -7.0, 0.0
+# Where the gates start, as logits: forgetting of 0.001 memory_max_forget, half of the past surprise kept. Larger
+# steps and other start weights make the untrained memory chaotic over thousands of tokens (measured in MEMORY.md).
+ALPHA_START, ETA_START = -7.0, 0.0
+
+
+def theta_start(depth: int) -> float:
+    """The step size's start as a logit: 0.12 memory_max_lr at depth 1 and 2, less the deeper the memory is."""
+    return -float(max(depth, 2))
+
+
+def start_weight_std(layer: int, width: int) -> float:
+    """Standard deviation of the start weights of a layer with inputs of this width.
+
+    Keys have length 1, so a first layer of standard deviation 1 gives pre-activations of size 1; after it, gelu
+    leaves about 0.65 of a standard deviation. Smaller weights would make LN divide by next to nothing, and the inner
+    gradient, which contains that quotient, overshoot.
+    """
+    return 1.0 if layer == 0 else 1.5 * width**-0.5
 
 
 class TitansRMSNorm(nn.Module):
@@ -92,14 +107,14 @@ class TitansNeuralMemory(nn.Module):
 
     def initial_values(self):
         """Yields (parameter, fn) where ``fn(init, parameter)`` fills it through the functions of module ``init``."""
-        for w in self.start_weights:
-            std = w.shape[1] ** -0.5
+        for layer, w in enumerate(self.start_weights):
+            std = start_weight_std(layer, w.shape[1])
             yield w, lambda init, t, std=std: init.normal_(t, mean=0.0, std=std)
         if self.memory_norm_weight is not None:
             yield self.memory_norm_weight, lambda init, t: init.ones_(t)
             yield self.memory_norm_bias, lambda init, t: init.zeros_(t)
-        starts = ((self.theta_proj, THETA_START), (self.alpha_proj, ALPHA_START), (self.eta_proj, ETA_START))
-        for proj, start in starts:
+        theta = theta_start(self.config.memory_depth)
+        for proj, start in ((self.theta_proj, theta), (self.alpha_proj, ALPHA_START), (self.eta_proj, ETA_START)):
             if proj is not None:
                 yield proj.bias, lambda init, t, start=start: init.constant_(t, start)
 
@@ -123,7 +138,10 @@ class TitansNeuralMemory(nn.Module):
             return state
         chunk_size = self.config.memory_chunk_size
         whole = prefix_states.shape[0] // chunk_size * chunk_size
-        for part, size in ((prefix_states[:whole], chunk_size), (prefix_states[whole:], prefix_states.shape[0] - whole)):
+        for part, size in (
+            (prefix_states[:whole], chunk_size),
+            (prefix_states[whole:], prefix_states.shape[0] - whole),
+        ):
             if part.shape[0]:
                 layout = TokenLayout.build(count=0, chunk_size=size)
                 state = self._write_and_read(part.unsqueeze(0), state, layout, None, False)[1]
@@ -173,7 +191,11 @@ class TitansNeuralMemory(nn.Module):
         return NeuralMemoryOutput(self.o_proj((self.o_norm(y) * gate).flatten(2)), state, surprise)
 
     def advance(
-        self, hidden_states: torch.Tensor, state: NeuralMemoryState, layout: TokenLayout, start_state: NeuralMemoryState
+        self,
+        hidden_states: torch.Tensor,
+        state: NeuralMemoryState,
+        layout: TokenLayout,
+        start_state: NeuralMemoryState,
     ) -> NeuralMemoryState:
         """The state after T tokens, without what they read."""
         return self._write_and_read(hidden_states, state, layout, start_state, False)[1]
@@ -183,7 +205,9 @@ class TitansNeuralMemory(nn.Module):
         q, k, v, tail = self._project(hidden_states, state, layout, start_state)
         theta, alpha, eta = self._gates(hidden_states)
         dtype = q.dtype
-        q, k = (F.normalize(x.to(torch.promote_types(dtype, torch.float32)), dim=-1, eps=1e-6).to(dtype) for x in (q, k))
+        q, k = (
+            F.normalize(x.to(torch.promote_types(dtype, torch.float32)), dim=-1, eps=1e-6).to(dtype) for x in (q, k)
+        )
         config = self.config
         result = neural_memory(
             q,

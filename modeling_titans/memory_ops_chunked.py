@@ -116,9 +116,7 @@ def _scan(call: MemoryCall, state: MemoryState, q, tokens, num_chunks: int, writ
         start_weights=_start(start and start.weights, batch_size, restart),
         start_momentum=_start(start and start.momentum, batch_size, restart),
     )
-    options = ScanOptions(
-        len(state.weights), call.residual, call.norm_eps, write, restart_at, call.output_surprise
-    )
+    options = ScanOptions(len(state.weights), call.residual, call.norm_eps, write, restart_at, call.output_surprise)
     result = chunk_scan(inputs, options)
     shape = (batch_size, -1)
     return result._replace(

@@ -46,9 +46,9 @@ class _Walk:
         return 0.25 * factors.error.square().sum((-2, -1))
 
     def read(self, q: torch.Tensor) -> torch.Tensor:
-        x = q.unsqueeze(2)
+        x = z = q.unsqueeze(2)
         for layer, w in enumerate(self.weights):
-            z = (x if layer == 0 else gelu(z)) @ w
+            z = (gelu(z) if layer else z) @ w
         return output_of(self.network, x, z)[0].squeeze(2)
 
     def close_full_chunks(self) -> None:

@@ -1,6 +1,6 @@
 # Copyright 2026 The transformers-titans authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The state of a neural memory: an explicit argument and an explicit result of every call, never a module attribute."""
+"""The state of a neural memory: an explicit argument and result of every call, never a module's attribute."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

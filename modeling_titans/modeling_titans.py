@@ -18,16 +18,20 @@ from transformers.modeling_layers import (
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import can_return_tuple
-from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from .cache_titans import TitansCache
-from .call_plan import Progress, plan_columns
+from .call_plan import Columns, Progress, plan_columns
 from .configuration_titans import TitansConfig
 from .generation_titans import TitansGenerationMixin
 from .memory_state import NeuralMemoryState
 from .memory_layer import TitansNeuralMemory, TitansRMSNorm
 from .token_layout import TokenLayout
+
+
+# While a cache records its past, a call longer than LONG_CALL keeps a state ROLLBACK columns before its end: a crop
+# after the prefill of a long prompt then reads few columns again, not the whole prompt.
+LONG_CALL, ROLLBACK = 256, 128
 
 
 @dataclass
@@ -157,7 +161,6 @@ class TitansModel(TitansPreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
-    @merge_with_config_defaults
     @capture_outputs
     def forward(
         self,
@@ -179,7 +182,8 @@ class TitansModel(TitansPreTrainedModel):
             position_ids: (B, T). A real token whose position is not its predecessor's + 1 begins a document: the row
                 goes back to the learned start state. None: each row goes on.
             cache: the memory of what was read before; it is advanced in place. None: every row starts afresh.
-            use_cache: whether to make a cache; by default in evaluation only. One that is passed is always advanced.
+            use_cache: whether to make a cache; None: `config.use_cache`, but none where a backward may follow. A
+                cache that is passed is always advanced. Gradient checkpointing does not interfere.
             output_surprise: whether to return `TitansModelOutput.surprise`.
             kwargs: ``cu_seq_lens_q`` or ``seq_idx``: document borders as transformers' padding-free collators give
                 them; ``output_hidden_states``, ``return_dict``.
@@ -189,7 +193,9 @@ class TitansModel(TitansPreTrainedModel):
         """
         inputs_embeds = self._embed(input_ids, inputs_embeds)
         batch_size, num_columns = inputs_embeds.shape[:2]
-        if cache is None and use_cache and not (self.training and torch.is_grad_enabled()):
+        if use_cache is None:
+            use_cache = self.config.use_cache and not (self.training and torch.is_grad_enabled())
+        if cache is None and use_cache:
             cache = TitansCache(config=self.config)
         progress = None
         if cache is not None:
@@ -206,28 +212,47 @@ class TitansModel(TitansPreTrainedModel):
         )
         if cache is not None and cache.needs_replay:
             self._replay(cache)
-        count = 0 if cache is None else cache.count
+        if cache is None or not cache.is_recording or num_columns <= LONG_CALL or kwargs.get("output_hidden_states"):
+            hidden_states, surprise = self._read(inputs_embeds, columns, cache, output_surprise)
+        else:
+            hidden_states, surprise = self._read_with_mark(inputs_embeds, columns, cache, output_surprise)
+        return TitansModelOutput(
+            last_hidden_state=self.norm(hidden_states),
+            cache=cache,
+            surprise=surprise if output_surprise else None,
+        )
+
+    def _read(self, hidden_states, columns: Columns | None, cache, output_surprise: bool):
+        """All blocks over (B, T, hidden_size), then the cache's advance; returns the stream and inner losses."""
         layout = None
         if columns is not None:
+            count = 0 if cache is None else cache.count
             layout = columns.layout(count, self.config.memory_chunk_size)
-
-        hidden_states = inputs_embeds
         states, memory_inputs, surprises = [], [], []
         for index, layer in enumerate(self.layers):
             state = None if cache is None else cache.layers[index].state
             output = layer(hidden_states, state=state, layout=layout, output_surprise=output_surprise)
-            hidden_states, surprise = output[0], output[2]
-            surprises.append(surprise)
+            hidden_states = output[0]
+            surprises.append(output[2])
             if cache is not None:
                 states.append(output[1])
                 memory_inputs.append(output[3])
         if cache is not None:
             cache.advance(columns, states, memory_inputs)
-        return TitansModelOutput(
-            last_hidden_state=self.norm(hidden_states),
-            cache=cache,
-            surprise=tuple(surprises) if output_surprise else None,
-        )
+        return hidden_states, tuple(surprises)
+
+    def _read_with_mark(self, hidden_states, columns: Columns, cache: TitansCache, output_surprise: bool):
+        """`_read` in two calls with a mark between them, so that a crop near the end of a long call is cheap."""
+        parts = []
+        for at in (slice(None, -ROLLBACK), slice(-ROLLBACK, None)):
+            part = Columns(*(t[:, at] for t in columns))
+            parts.append(self._read(hidden_states[:, at], part, cache, output_surprise))
+            if at.stop is not None:
+                cache.mark()
+        hidden_states, surprises = zip(*parts, strict=True)
+        if output_surprise:
+            surprises = [tuple(torch.cat(layer, 1) for layer in zip(*surprises, strict=True))]
+        return torch.cat(hidden_states, 1), surprises[0]
 
     def _embed(self, input_ids, inputs_embeds) -> torch.Tensor:
         if (input_ids is None) == (inputs_embeds is None):
@@ -249,13 +274,14 @@ class TitansModel(TitansPreTrainedModel):
 
     def _replay(self, cache: TitansCache) -> None:
         """After a crop: rebuilds the states from the recorded inputs that are left."""
-        base = cache.layers[0].base
+        offset, base = cache.layers[0].marks[-1]
         count = 0 if base is None else base.memory.count
-        layout = cache.recorded.layout(count, self.config.memory_chunk_size)
-        cache.replayed([
-            layer.replay(kept.inputs, kept.base, layout)
+        layout = cache.columns_to_replay().layout(count, self.config.memory_chunk_size)
+        states = [
+            layer.replay(kept.inputs[:, offset:], kept.marks[-1][1], layout)
             for layer, kept in zip(self.layers, cache.layers, strict=True)
-        ])
+        ]
+        cache.replayed(states)
 
 
 def _check_cache(cache, config: TitansConfig, batch_size: int) -> None:

@@ -168,7 +168,9 @@ class TokenLayout(_TensorTable):
         given = [t for t in (attention_mask, document_starts) if t is not None]
         shape = tuple(given[0].shape) if given else shape
         if any(tuple(t.shape) != shape for t in given) or shape is None or len(shape) != 2:
-            raise ValueError(f"attention_mask and document_starts must be (B, T) alike, got {[t.shape for t in given]}")
+            raise ValueError(
+                f"attention_mask and document_starts must be (B, T) alike, got {[t.shape for t in given]}"
+            )
         if attention_mask is None:
             reference = document_starts if document_starts is not None else count
             attention_mask = torch.ones(shape, dtype=torch.bool, device=reference.device)
