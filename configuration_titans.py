@@ -68,7 +68,7 @@ class TitansConfig(PreTrainedConfig):
             Whether the memory forgets (Titans eq. 13). If not, alpha = 0.
         memory_gate_granularity (`str`, *optional*, defaults to `"token"`):
             Whether each token or each chunk has its own gates.
-        memory_max_lr (`float`, *optional*, defaults to 0.1):
+        memory_max_lr (`float`, *optional*, defaults to 1.0):
             Upper bound of the inner step size theta.
         memory_max_forget (`float`, *optional*, defaults to 0.5):
             Upper bound of alpha, < 1: at zero weights a memory of two or more layers has no gradient and stays dead.
@@ -136,7 +136,7 @@ class TitansConfig(PreTrainedConfig):
     memory_momentum: bool = True
     memory_forgetting: bool = True
     memory_gate_granularity: str = "token"
-    memory_max_lr: float | int = 0.1
+    memory_max_lr: float | int = 1.0
     memory_max_forget: float | int = 0.5
     memory_forget_to: str = "zero"
     memory_residual: bool = True

@@ -132,8 +132,8 @@ def table(results: list[dict]) -> str:
         "",
         f"`python benchmarks/stability.py`, torch {torch.__version__}, CPU; what is measured is said in the script.",
         "",
-        "| depth | precision | steps | loss, first 10 | loss, last 10 | finite | growth of hidden state, before -> after"
-        " | growth of weights, before -> after | inner loss, before -> after | largest weight rms after |",
+        "| depth | precision | steps | loss, first 10 | loss, last 10 | finite | growth of hidden state, before->after"
+        " | growth of weights, before->after | inner loss, before->after | largest weight rms after |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for r in results:

@@ -21,7 +21,7 @@ ALPHA_START, ETA_START = -7.0, 0.0
 
 def theta_start(depth: int) -> float:
     """The step size's start as a logit: 0.12 memory_max_lr at depth 1 and 2, less the deeper the memory is."""
-    return -float(max(depth, 2))
+    return -2.0 - 1.5 * max(depth - 2, 0)
 
 
 def start_weight_std(layer: int, width: int) -> float:
@@ -111,7 +111,8 @@ class TitansNeuralMemory(nn.Module):
             std = start_weight_std(layer, w.shape[1])
             yield w, lambda init, t, std=std: init.normal_(t, mean=0.0, std=std)
         if self.memory_norm_weight is not None:
-            yield self.memory_norm_weight, lambda init, t: init.ones_(t)
+            # LN's result then has length 1, as keys have: with a scale of 1 no memory could come near any value.
+            yield self.memory_norm_weight, lambda init, t: init.constant_(t, t.shape[-1] ** -0.5)
             yield self.memory_norm_bias, lambda init, t: init.zeros_(t)
         theta = theta_start(self.config.memory_depth)
         for proj, start in ((self.theta_proj, theta), (self.alpha_proj, ALPHA_START), (self.eta_proj, ETA_START)):

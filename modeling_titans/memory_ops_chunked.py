@@ -96,13 +96,11 @@ def _scan(call: MemoryCall, state: MemoryState, q, tokens, num_chunks: int, writ
     """Scans ``num_chunks`` chunks of tokens (B, num_chunks * b, H, ...); q may cover only the last of them."""
     slots, batch_size = call.layout.slots, call.q.shape[0]
     start, forget_to = call.start_state, call.forget_to_weights
-    full = restart = None
-    restart_at = frozenset()
+    full, restart, restart_at = None, None, frozenset()
     if slots is not None:
         full = _by_chunk(slots.full, call)
         if slots.restart is not None:
-            restart = _by_chunk(slots.restart, call)
-            restart_at = frozenset(torch.nonzero(slots.restart.any(0)).flatten().tolist())
+            restart, restart_at = _by_chunk(slots.restart, call), slots.restart_at
     inputs = ScanInputs(
         _to_chunks(q, num_chunks),
         *(_to_chunks(t, num_chunks) for t in tokens),

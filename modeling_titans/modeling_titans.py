@@ -24,8 +24,8 @@ from .cache_titans import TitansCache
 from .call_plan import Columns, Progress, plan_columns
 from .configuration_titans import TitansConfig
 from .generation_titans import TitansGenerationMixin
-from .memory_state import NeuralMemoryState
 from .memory_layer import TitansNeuralMemory, TitansRMSNorm
+from .memory_state import NeuralMemoryState
 from .token_layout import TokenLayout
 
 

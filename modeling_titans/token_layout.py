@@ -57,6 +57,7 @@ class SlotTable(_TensorTable):
         source: (B, S) for each slot its place in [pending, columns, one column of zeros].
         full: (B, N) chunks that end inside this call, whose update takes place.
         restart: (B, N) chunks that begin a new document, or None if there is none.
+        restart_at: the chunks in which that is so in any row.
         pending_slot: (B, chunk_size - 1) slots of the open chunk's tokens; ``pending_real`` says which exist.
         count: (B,) tokens pending after the call.
     """
@@ -65,6 +66,7 @@ class SlotTable(_TensorTable):
     source: torch.Tensor
     full: torch.Tensor
     restart: torch.Tensor | None
+    restart_at: frozenset[int]
     pending_slot: torch.Tensor
     pending_real: torch.Tensor
     count: torch.Tensor
@@ -94,16 +96,17 @@ class SlotTable(_TensorTable):
         source = source[:, :num_slots]
         full = (source != zeros_at).view(batch_size, -1, chunk_size).all(-1)
 
-        restart = None
+        restart, restart_at = None, frozenset()
         if documents.length.shape[1] > 1:
             restart = full.new_zeros(batch_size, full.shape[1] + 1)
             begins = (base // chunk_size).masked_fill((documents.length == 0) | first, full.shape[1])
             restart = restart.scatter_(1, begins, True)[:, :-1]
+            restart_at = frozenset(torch.nonzero(restart.any(0)).flatten().tolist())
 
         left = total % chunk_size
         ahead = torch.arange(chunk_size - 1, device=mask.device)
         pending_slot = ((total - left)[:, None] + ahead).clamp(max=num_slots - 1)
-        return cls(slot, source, full, restart, pending_slot, ahead < left[:, None], left)
+        return cls(slot, source, full, restart, restart_at, pending_slot, ahead < left[:, None], left)
 
     def to_slots(self, pending: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
         """(B, P, ...) and (B, T, ...) -> (B, S, ...); empty slots are zero."""

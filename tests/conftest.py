@@ -1,0 +1,55 @@
+# Copyright 2026 The transformers-titans authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The same numbers in every run: one thread, one seed per test, global torch settings restored behind each test."""
+
+import random
+
+import pytest
+import torch
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU; skipped where there is none")
+    config.addinivalue_line("markers", "slow: takes more than ten seconds")
+
+
+def pytest_collection_modifyitems(items):
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU, and torch finds none"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread():
+    """The order of a sum depends on the number of threads, and tiny products only lose time in a thread pool."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    """One seed per test, and no test leaves its default dtype or its gradient mode to the next one."""
+    random.seed(0)
+    torch.manual_seed(0)
+    dtype = torch.get_default_dtype()
+    yield
+    torch.set_default_dtype(dtype)
+    torch.set_grad_enabled(True)
+
+
+@pytest.fixture
+def nan_filled_empty():
+    """`torch.empty` and its kin give NaN instead of whatever the memory held, so that reading before writing shows."""
+    was_on, was_filled = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.utils.deterministic.fill_uninitialized_memory,
+    )
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(was_on)
+    torch.utils.deterministic.fill_uninitialized_memory = was_filled

@@ -1,0 +1,334 @@
+# Copyright 2026 The transformers-titans authors.
+# SPDX-License-Identifier: Apache-2.0
+"""A memory kept on disk: exact when read again, whole or not there, and a clear refusal of whatever is not one."""
+
+import json
+import os
+import stat
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from titans_testing import OPTIONS, logits_of, random_ids, tiny_config, tiny_model
+from transformers_titans import TitansCache
+from transformers_titans.cache_titans import CACHE_FILE
+from transformers_titans.memory_state import iterate_tensors
+
+
+IDS = random_ids(3, 14)
+LATER = random_ids(3, 9, seed=9)
+RAGGED = torch.ones(3, 14, dtype=torch.long)
+RAGGED[0, :3] = RAGGED[1, 5:10] = 0
+
+
+def tensors_of(cache: TitansCache) -> dict[str, torch.Tensor]:
+    trees = (tuple(layer.tree() for layer in cache.layers), cache.progress, cache.base_progress, cache.recorded)
+    return dict(iterate_tensors(trees))
+
+
+def assert_same_cache(actual: TitansCache, expected: TitansCache) -> None:
+    a, e = tensors_of(actual), tensors_of(expected)
+    assert a.keys() == e.keys()
+    for name, tensor in e.items():
+        assert a[name].dtype == tensor.dtype and torch.equal(a[name], tensor), name
+    for name in ("geometry", "batch_size", "is_recording", "nbytes", "needs_replay"):
+        assert getattr(actual, name) == getattr(expected, name), name
+    assert actual.get_seq_length() == expected.get_seq_length()
+
+
+def plain(model, cache):
+    logits_of(model, IDS, cache=cache)
+
+
+def at_chunk_border(model, cache):
+    logits_of(model, IDS[:, :12], cache=cache)
+
+
+def ragged(model, cache):
+    logits_of(model, IDS, cache=cache, attention_mask=RAGGED)
+
+
+def before_the_first_chunk(model, cache):
+    logits_of(model, IDS[:, :2], cache=cache)
+
+
+def documents(model, cache):
+    logits_of(model, IDS, cache=cache, position_ids=torch.arange(14)[None] % 5)
+
+
+def recording(model, cache):
+    logits_of(model, IDS[:, :5], cache=cache)
+    cache.activate_past_recording()
+    logits_of(model, IDS[:, 5:], cache=cache)
+
+
+def recording_from_the_start(model, cache):
+    cache.activate_past_recording()
+    logits_of(model, IDS, cache=cache)
+
+
+def cropped(model, cache):
+    recording(model, cache)
+    cache.crop(-4)
+
+
+def cropped_ragged(model, cache):
+    logits_of(model, IDS[:, :5], cache=cache, attention_mask=RAGGED[:, :5])
+    cache.activate_past_recording()
+    logits_of(model, IDS[:, 5:], cache=cache, attention_mask=RAGGED[:, 5:])
+    cache.crop(-4)
+
+
+def cropped_to_the_limit(model, cache):
+    recording(model, cache)
+    cache.crop(-9)
+
+
+def cropped_to_nothing(model, cache):
+    recording_from_the_start(model, cache)
+    cache.crop(-14)
+
+
+def long_call(model, cache):
+    cache.activate_past_recording()
+    logits_of(model, random_ids(3, 300), cache=cache)
+
+
+def with_gradients(model, cache):
+    model(IDS, cache=cache)
+
+
+SITUATIONS = [
+    plain,
+    at_chunk_border,
+    ragged,
+    before_the_first_chunk,
+    documents,
+    recording,
+    recording_from_the_start,
+    cropped,
+    cropped_ragged,
+    cropped_to_the_limit,
+    cropped_to_nothing,
+    long_call,
+    with_gradients,
+]
+
+
+@pytest.mark.parametrize("situation", SITUATIONS, ids=lambda s: s.__name__)
+@pytest.mark.parametrize("option", ["default", "no_conv", "persistent_0", "depth_3"])
+def test_a_loaded_cache_goes_on_exactly(option, situation, tmp_path):
+    model = tiny_model(**OPTIONS[option])
+    cache = TitansCache(model.config)
+    situation(model, cache)
+    cache.save_pretrained(tmp_path)
+    loaded = TitansCache.from_pretrained(tmp_path, config=model.config)
+    assert_same_cache(loaded, cache)
+    assert torch.equal(logits_of(model, LATER, cache=loaded), logits_of(model, LATER, cache=cache))
+    if cache.is_recording:
+        for either in (loaded, cache):
+            either.crop(-6)
+        assert torch.equal(logits_of(model, LATER, cache=loaded), logits_of(model, LATER, cache=cache))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_dtypes_are_kept(dtype, tmp_path):
+    model = tiny_model(dtype=dtype)
+    cache = TitansCache(model.config)
+    cropped(model, cache)
+    cache.save_pretrained(tmp_path)
+    loaded = TitansCache.from_pretrained(tmp_path)
+    assert_same_cache(loaded, cache)
+    assert torch.equal(logits_of(model, LATER, cache=loaded), logits_of(model, LATER, cache=cache))
+
+
+def test_a_memory_may_be_asked_in_another_dtype(tmp_path):
+    model = tiny_model()
+    cache = TitansCache(model.config)
+    plain(model, cache)
+    cache.save_pretrained(tmp_path)
+    expected = logits_of(model, LATER, cache=cache)
+    loaded = TitansCache.from_pretrained(tmp_path)
+    actual = logits_of(tiny_model(dtype=torch.bfloat16), LATER, cache=loaded)
+    assert actual.dtype == torch.bfloat16
+    torch.testing.assert_close(actual.float(), expected, rtol=0.1, atol=0.3)
+    weights = [layer.state.memory.weights[0].dtype for layer in loaded.layers]
+    assert weights == [torch.float32] * 2
+
+
+def test_a_file_may_be_named_instead_of_its_directory(tmp_path):
+    model = tiny_model()
+    cache = TitansCache(model.config)
+    plain(model, cache)
+    cache.save_pretrained(str(tmp_path / "new" / "folder"))
+    assert os.listdir(tmp_path / "new" / "folder") == [CACHE_FILE]
+    assert_same_cache(TitansCache.from_pretrained(tmp_path / "new" / "folder" / CACHE_FILE), cache)
+
+
+def test_saving_moves_nothing_and_loading_maps_nothing(tmp_path):
+    model = tiny_model()
+    cache = TitansCache(model.config)
+    plain(model, cache)
+    before = {name: t.clone() for name, t in tensors_of(cache).items()}
+    cache.save_pretrained(tmp_path)
+    loaded = TitansCache.from_pretrained(tmp_path)
+    expected = logits_of(model, LATER, cache=cache)
+    # The file may be written anew or removed while a cache that came from it lives on.
+    (tmp_path / CACHE_FILE).write_bytes(b"\0" * (tmp_path / CACHE_FILE).stat().st_size)
+    assert torch.equal(logits_of(model, LATER, cache=loaded), expected)
+    for name, tensor in before.items():
+        assert torch.isfinite(tensor.double()).all(), name
+
+
+def test_an_empty_cache_is_not_saved(tmp_path):
+    with pytest.raises(ValueError, match="empty"):
+        TitansCache(tiny_config()).save_pretrained(tmp_path / "x")
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_file_in_the_place_of_the_directory_is_refused(tmp_path):
+    model = tiny_model()
+    cache = TitansCache(model.config)
+    plain(model, cache)
+    (tmp_path / "taken").write_text("mine")
+    with pytest.raises(ValueError, match="taken is a file"):
+        cache.save_pretrained(tmp_path / "taken")
+    assert (tmp_path / "taken").read_text() == "mine"
+
+
+@pytest.mark.parametrize("fails_at", ["write", "replace"])
+def test_failure_leaves_the_old_file_and_no_rest(fails_at, tmp_path, monkeypatch):
+    model = tiny_model()
+    old, new = TitansCache(model.config), TitansCache(model.config)
+    plain(model, old)
+    ragged(model, new)
+    old.save_pretrained(tmp_path)
+
+    def fail(*args, **kwargs):
+        raise OSError("no space left on device")
+
+    if fails_at == "write":
+        monkeypatch.setattr("transformers_titans.cache_titans.save_file", fail)
+    else:
+        monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="no space left"):
+        new.save_pretrained(tmp_path)
+    monkeypatch.undo()
+    assert os.listdir(tmp_path) == [CACHE_FILE]
+    assert_same_cache(TitansCache.from_pretrained(tmp_path), old)
+
+
+def test_the_file_has_the_users_ordinary_permissions(tmp_path):
+    model = tiny_model()
+    cache = TitansCache(model.config)
+    plain(model, cache)
+    cache.save_pretrained(tmp_path)
+    (tmp_path / "other").write_text("")
+    modes = [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in (CACHE_FILE, "other")]
+    assert modes[0] == modes[1]
+
+
+@pytest.fixture
+def saved(tmp_path):
+    model = tiny_model()
+    cache = TitansCache(model.config)
+    plain(model, cache)
+    cache.save_pretrained(tmp_path)
+    return tmp_path / CACHE_FILE
+
+
+def refused(path, *said) -> None:
+    with pytest.raises(ValueError) as error:
+        TitansCache.from_pretrained(path)
+    assert all(word in str(error.value) for word in said), str(error.value)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    refused(tmp_path, str(tmp_path / CACHE_FILE))
+    refused(tmp_path / "nowhere", "nowhere")
+
+
+@pytest.mark.parametrize("kept", [0, 5, 100, -1], ids=lambda n: f"first_{n}_bytes")
+def test_a_truncated_file_is_refused(kept, saved):
+    saved.write_bytes(saved.read_bytes()[:kept])
+    refused(saved, str(saved))
+
+
+def test_a_damaged_header_is_refused(saved):
+    content = bytearray(saved.read_bytes())
+    content[8:40] = b"x" * 32
+    saved.write_bytes(content)
+    refused(saved, str(saved))
+
+
+def test_a_foreign_file_is_refused(tmp_path):
+    tiny_model().save_pretrained(tmp_path)
+    refused(tmp_path / "model.safetensors", "model.safetensors", "is not a Titans memory file")
+    (tmp_path / "notes.txt").write_text("a few words")
+    refused(tmp_path / "notes.txt", "notes.txt")
+
+
+def rewrite(file, change) -> None:
+    """Writes the file again after ``change(tensors, meta)``."""
+    tensors = load_file(file)
+    with safe_open(file, "pt") as handle:
+        metadata = dict(handle.metadata())
+    meta = json.loads(metadata["cache"])
+    change(tensors, meta)
+    save_file(tensors, file, metadata=metadata | {"cache": json.dumps(meta)})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda tensors, meta: tensors.pop(next(name for name in tensors if "momentum" in name)),
+        lambda tensors, meta: tensors.pop(next(name for name in tensors if "pending.k" in name)),
+        lambda tensors, meta: [tensors.pop(name) for name in list(tensors) if name.startswith("0.1.")],
+        lambda tensors, meta: [tensors.pop(name) for name in list(tensors) if "conv_tail" in name],
+        lambda tensors, meta: tensors.update(unknown=torch.zeros(1)),
+        lambda tensors, meta: tensors.update({n: t[:, :1] for n, t in tensors.items() if "weights" in n}),
+        lambda tensors, meta: tensors.update({n: t[:2] for n, t in tensors.items() if "pending" in n}),
+        lambda tensors, meta: tensors.update({n: t.half() for n, t in tensors.items() if "weights" in n}),
+        lambda tensors, meta: meta.pop("geometry"),
+        lambda tensors, meta: meta.pop("columns"),
+        lambda tensors, meta: meta["geometry"].pop("memory_depth"),
+    ],
+    ids=[
+        "momentum_missing",
+        "pending_missing",
+        "layer_missing",
+        "conv_tail_missing",
+        "tensor_unknown",
+        "heads_missing",
+        "rows_missing",
+        "narrowed",
+        "geometry_missing",
+        "columns_missing",
+        "geometry_incomplete",
+    ],
+)
+def test_an_incomplete_file_is_refused(change, saved):
+    rewrite(saved, change)
+    with pytest.raises(ValueError, match=r"incomplete|damaged|not a Titans memory file"):
+        TitansCache.from_pretrained(saved, config=tiny_config())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ({"memory_depth": 3}, "memory_depth=2"),
+        ({"memory_chunk_size": 8}, "memory_chunk_size=4"),
+        ({"num_hidden_layers": 1}, "num_hidden_layers=2"),
+        ({"memory_head_dim": 4}, "memory_head_dim=16"),
+    ],
+    ids=str,
+)
+def test_memory_of_another_model_is_refused_with_the_field(overrides, said, saved):
+    config = tiny_config(**overrides)
+    with pytest.raises(ValueError, match=said):
+        TitansCache.from_pretrained(saved, config=config)
+    cache = TitansCache.from_pretrained(saved)
+    with pytest.raises(ValueError, match=said):
+        logits_of(tiny_model(**overrides), LATER, cache=cache)

@@ -1,0 +1,317 @@
+# Copyright 2026 The transformers-titans authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The models under training: losses, gradients of every parameter, checkpointing, dtypes, and learning itself."""
+
+import copy
+
+import pytest
+import torch
+
+from titans_testing import (
+    OPTIONS,
+    assert_close,
+    fill_with_noise,
+    iterate_floats,
+    logits_of,
+    parameter_gradients,
+    random_ids,
+    relative_error,
+    tiny_config,
+    tiny_model,
+)
+from transformers_titans import TitansCache, TitansForCausalLM
+
+
+F64 = torch.float64
+
+
+def next_token_loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy in the logits' own dtype; transformers' loss function computes in float32."""
+    return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def assert_same_gradients(actual: dict, expected: dict, ratio: float) -> None:
+    assert actual.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert_close(name, actual[name], gradient, ratio)
+
+
+@pytest.mark.parametrize("length", [2, 3, 9], ids=["two_tokens", "below_a_chunk", "several_chunks"])
+@pytest.mark.parametrize("option", OPTIONS)
+def test_every_parameter_has_a_gradient(option, length):
+    model = tiny_model(**OPTIONS[option]).train()
+    ids = random_ids(2, length)
+    gradients = parameter_gradients(model, model(ids, labels=ids).loss)
+    assert gradients.keys() == dict(model.named_parameters()).keys()
+    for name, gradient in gradients.items():
+        assert torch.isfinite(gradient).all(), name
+        # Only what acts from one token on the next needs a second one: past surprise and what carries it.
+        assert gradient.any() or "eta_proj" in name, name
+
+
+@pytest.mark.parametrize("option", ["default", "depth_3", "no_conv", "no_norm", "persistent_0", "forget_to_start"])
+def test_gradients_equal_finite_differences(option):
+    model = tiny_model(dtype=F64, hidden_size=8, memory_head_dim=3, intermediate_size=6, **OPTIONS[option])
+    ids = random_ids(2, 7)
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1] * 7])
+    gradients = parameter_gradients(model, next_token_loss(model(ids, attention_mask=mask).logits, ids))
+    step = 1e-6
+    for name, parameter in model.named_parameters():
+        direction = torch.randn_like(parameter)
+        losses = []
+        for sign in (1, -1):
+            parameter.data += sign * step * direction
+            losses.append(next_token_loss(logits_of(model, ids, attention_mask=mask), ids))
+            parameter.data -= sign * step * direction
+        slope = (losses[0] - losses[1]) / (2 * step)
+        torch.testing.assert_close((gradients[name] * direction).sum(), slope, rtol=1e-5, atol=1e-8, msg=name)
+
+
+def test_loss_is_cross_entropy_of_the_next_token():
+    model = tiny_model()
+    ids = random_ids(2, 9)
+    labels = ids.clone()
+    labels[0, :4] = labels[1, 6] = -100
+    output = model(ids, labels=labels)
+    logprobs = output.logits[:, :-1].log_softmax(-1)
+    targets = labels[:, 1:]
+    picked = logprobs.gather(2, targets.clamp(min=0)[..., None])[..., 0][targets != -100]
+    assert picked.numel() == 12
+    torch.testing.assert_close(output.loss, -picked.mean())
+    torch.testing.assert_close(model(ids, labels=labels, num_items_in_batch=30).loss, -picked.sum() / 30)
+    counted = model(ids, labels=labels, num_items_in_batch=torch.tensor(30)).loss
+    torch.testing.assert_close(counted, -picked.sum() / 30)
+    shifted = torch.nn.functional.pad(targets, (0, 1), value=-100)
+    torch.testing.assert_close(model(ids, labels=labels, shift_labels=shifted).loss, output.loss)
+
+
+def test_accumulated_micro_batches_equal_one_batch():
+    model = tiny_model(dtype=F64).train()
+    ids = random_ids(8, 9)
+    labels = ids.clone()
+    for row in range(8):
+        labels[row, : row + 1] = -100
+    expected = parameter_gradients(model, model(ids, labels=labels).loss)
+    count = (labels[:, 1:] != -100).sum()
+    parts = zip(ids.split(2), labels.split(2), strict=True)
+    loss = sum(model(part, labels=target, num_items_in_batch=count).loss for part, target in parts)
+    assert_same_gradients(parameter_gradients(model, loss), expected, 1e-11)
+
+
+@pytest.mark.parametrize("counted", [None, 0, 5], ids=["alone", "counted_zero", "beside_a_live_one"])
+def test_batch_without_a_target_has_zero_loss_and_zero_gradients(counted):
+    model = tiny_model().train()
+    ids = random_ids(2, 9)
+    loss = model(ids, labels=torch.full_like(ids, -100), num_items_in_batch=counted).loss
+    assert loss.item() == 0
+    gradients = parameter_gradients(model, loss)
+    assert gradients.keys() == dict(model.named_parameters()).keys()
+    assert not any(gradient.any() for gradient in gradients.values())
+
+
+def test_padded_labels_and_padded_rows_do_not_touch_gradients():
+    model = tiny_model(dtype=F64).train()
+    ids = random_ids(2, 7)
+    expected = parameter_gradients(model, model(ids, labels=ids).loss)
+    padded = torch.zeros(3, 11, dtype=torch.long)
+    padded[0, 4:], padded[1, :7] = ids[0], ids[1]
+    mask = padded.ne(0).long()
+    labels = padded.masked_fill(mask == 0, -100)
+    # Nobody predicts a row's first token, padding neither.
+    labels[0, 4] = -100
+    actual = parameter_gradients(model, model(padded, attention_mask=mask, labels=labels).loss)
+    assert_same_gradients(actual, expected, 1e-11)
+
+
+@pytest.mark.parametrize("use_cache", [None, True, False])
+@pytest.mark.parametrize("reentrant", [False, True], ids=["non_reentrant", "reentrant"])
+@pytest.mark.parametrize("with_cache", [False, True], ids=["fresh", "cache"])
+def test_gradient_checkpointing_gives_the_same_gradients(with_cache, reentrant, use_cache):
+    ids = random_ids(2, 17)
+    results = []
+    for checkpointing in (False, True):
+        model = tiny_model(dtype=F64).train()
+        cache = None
+        if with_cache:
+            cache = TitansCache(model.config)
+            model(ids[:, :6], cache=cache)
+            cache.detach()
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        output = model(ids[:, 6:], labels=ids[:, 6:], cache=cache, use_cache=use_cache)
+        gradients = parameter_gradients(model, output.loss)
+        if with_cache:
+            assert output.cache is cache
+        else:
+            assert (output.cache is not None) == bool(use_cache)
+        length = None if output.cache is None else output.cache.get_seq_length()
+        assert length in (None, 17 if with_cache else 11)
+        model.eval()
+        after = None if length is None else logits_of(model, random_ids(2, 5, seed=2), cache=output.cache.detach())
+        results.append((output.loss, gradients, after))
+    plain, checkpointed = results
+    assert_close("loss", checkpointed[0], plain[0], 1e-12)
+    assert_same_gradients(checkpointed[1], plain[1], 1e-11)
+    if plain[2] is not None:
+        assert_close("after", checkpointed[2], plain[2], 1e-12)
+
+
+def test_gradient_checkpointing_passes_gradients_into_an_earlier_window():
+    ids = random_ids(2, 18)
+    gradients = []
+    for checkpointing in (False, True):
+        model = tiny_model(dtype=F64).train()
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        cache = TitansCache(model.config)
+        loss = sum(model(part, labels=part, cache=cache).loss for part in ids.split(9, 1))
+        gradients.append(parameter_gradients(model, loss))
+    assert_same_gradients(gradients[1], gradients[0], 1e-11)
+
+
+def test_reentrant_checkpointing_detaches_the_cache():
+    # torch's reentrant checkpoint keeps gradients of tensors alone, and a layer's state is a tuple of them.
+    ids = random_ids(2, 18)
+    gradients = []
+    for checkpointing in (False, True):
+        model = tiny_model(dtype=F64).train()
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": True})
+        cache = TitansCache(model.config)
+        loss = 0
+        for part in ids.split(9, 1):
+            loss = loss + model(part, labels=part, cache=cache).loss
+            if checkpointing:
+                assert not any(t.requires_grad for t in iterate_floats(cache))
+            else:
+                cache.detach()
+        gradients.append(parameter_gradients(model, loss))
+    assert_same_gradients(gradients[1], gradients[0], 1e-11)
+
+
+def test_gradients_through_a_carried_cache_equal_one_call():
+    model = tiny_model(dtype=F64).train()
+    ids = random_ids(2, 18)
+    expected = parameter_gradients(model, next_token_loss(model(ids).logits, ids))
+    cache = TitansCache(model.config)
+    logits = torch.cat([model(part, cache=cache).logits for part in ids.split([5, 1, 12], 1)], 1)
+    assert_same_gradients(parameter_gradients(model, next_token_loss(logits, ids)), expected, 1e-10)
+
+
+def test_detached_cache_stops_gradients_and_allows_a_second_step():
+    model = tiny_model().train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    cache = TitansCache(model.config)
+    for part in random_ids(2, 15).split(3, 1):
+        loss = model(part, labels=part, cache=cache).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        assert cache.detach() is cache
+        assert not any(t.requires_grad for t in iterate_floats(cache))
+
+
+@pytest.mark.parametrize("option", ["default", "depth_1", "depth_3", "no_conv", "no_norm", "forget_to_start"])
+def test_backward_under_anomaly_detection(option):
+    model = tiny_model(**OPTIONS[option]).train()
+    ids = random_ids(2, 11)
+    positions = torch.cat([torch.arange(6), torch.arange(5)]).repeat(2, 1)
+    mask = torch.ones_like(ids)
+    mask[0, 3] = 0
+    with torch.autograd.detect_anomaly(check_nan=True):
+        cache = TitansCache(model.config)
+        for _ in range(2):
+            model(ids, labels=ids, attention_mask=mask, position_ids=positions, cache=cache).loss.backward()
+            cache.detach()
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_16_bit_model_trains_with_a_float32_state(dtype):
+    reference, model = tiny_model(dtype=F64), tiny_model(dtype=dtype)
+    ids = random_ids(2, 21)
+    for parameter, stored in zip(reference.parameters(), model.parameters(), strict=True):
+        parameter.data.copy_(stored.data)
+    output = model(ids, labels=ids, use_cache=True)
+    assert output.logits.dtype == dtype
+    assert all(t.dtype == torch.float32 for layer in output.cache.layers for t in iterate_floats(layer.state.memory))
+    exact = reference(ids, labels=ids)
+    # Activations are rounded about ten times in each of two layers.
+    unit = torch.finfo(dtype).eps
+    assert relative_error(output.logits, exact.logits) < 10 * unit
+    expected = parameter_gradients(reference, exact.loss)
+    for name, gradient in parameter_gradients(model, output.loss).items():
+        assert gradient.dtype == dtype
+        assert relative_error(gradient, expected[name]) < 50 * unit, name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("model_dtype", [torch.float32, torch.bfloat16], ids=["fp32_weights", "bf16_weights"])
+def test_autocast_trains_with_a_float32_state(model_dtype, dtype):
+    model, reference = tiny_model(dtype=model_dtype).train(), tiny_model(dtype=F64)
+    for parameter, stored in zip(reference.parameters(), model.parameters(), strict=True):
+        parameter.data.copy_(stored.data)
+    ids = random_ids(2, 21)
+    cache = TitansCache(model.config)
+    with torch.autocast("cpu", dtype=dtype):
+        output = model(ids, labels=ids, cache=cache)
+    assert all(t.dtype == torch.float32 for layer in cache.layers for t in iterate_floats(layer.state.memory))
+    gradients = parameter_gradients(model, output.loss)
+    unit = max(torch.finfo(dtype).eps, torch.finfo(model_dtype).eps)
+    expected = parameter_gradients(reference, reference(ids, labels=ids).loss)
+    for name, gradient in gradients.items():
+        assert gradient.dtype == model_dtype
+        assert relative_error(gradient, expected[name]) < 50 * unit, name
+    with torch.autocast("cpu", dtype=dtype), torch.no_grad():
+        after = model(ids, cache=cache).logits
+    assert torch.isfinite(after).all()
+
+
+def test_large_activations_stay_finite_in_float16():
+    model = tiny_model(dtype=torch.float16)
+    ids = random_ids(2, 21)
+    ids[0] = 7
+    with torch.no_grad():
+        embeds = 1e3 * model.get_input_embeddings()(ids)
+        embeds[1, 5:9] = 0
+        output = model(inputs_embeds=embeds)
+    assert torch.isfinite(output.logits).all()
+    assert all(torch.isfinite(t).all() for t in iterate_floats(output.cache))
+
+
+def test_double_model_computes_in_double():
+    model = tiny_model(dtype=F64)
+    ids = random_ids(1, 21)
+    output = model(ids, use_cache=True)
+    assert output.logits.dtype == F64
+    assert all(t.dtype == F64 for t in iterate_floats(output.cache))
+    converted = tiny_model().double()
+    fill_with_noise(converted)
+    assert torch.equal(logits_of(converted, ids), output.logits)
+
+
+def test_model_learns_a_batch_and_generates_it():
+    torch.manual_seed(0)
+    model = TitansForCausalLM(tiny_config()).train()
+    ids = random_ids(3, 14)
+    # Different first tokens, so that each row can be told from its beginning.
+    ids[:, 0] = torch.tensor([3, 4, 5])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(60):
+        loss = model(ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert loss.item() < 0.05
+    model.eval()
+    generated = model.generate(ids[:, :1], max_new_tokens=13, do_sample=False, eos_token_id=None)
+    assert torch.equal(generated, ids)
+
+
+def test_training_leaves_no_trace_in_a_copy():
+    model = tiny_model().train()
+    before = copy.deepcopy(model.state_dict())
+    ids = random_ids(2, 9)
+    model(ids, labels=ids, use_cache=True).loss.backward()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
