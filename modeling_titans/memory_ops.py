@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
+from .memory_checks import check_layout, check_options, check_parameters, check_state, check_tokens
 from .memory_ops_chunked import MemoryCall, MemoryResult, chunked_memory
 from .memory_ops_recurrent import recurrent_memory
-from .memory_state import MemoryState, PendingTokens, map_tensors
+from .memory_state import MemoryState, map_tensors
 from .token_layout import TokenLayout
 
 
@@ -72,12 +73,13 @@ def neural_memory(
     Raises:
         ValueError: naming the argument, its value and what is allowed.
     """
-    _check_options(chunk_size, rule, backend, norm_weight, norm_bias, norm_eps)
-    _check_tokens({"q": q, "k": k, "v": v}, {"theta": theta, "alpha": alpha, "eta": eta})
-    _check_state("state", state, q.shape[0], q)
-    layout = layout if layout is not None else _plain_layout(state, q, chunk_size)
-    _check_layout(layout, state, q, chunk_size, start_state)
-    _check_parameters(norm_weight, norm_bias, forget_to_weights, state, q)
+    check_options(chunk_size, norm_eps, {"rule": (rule, RULES), "backend": (backend, tuple(BACKENDS))})
+    check_tokens({"q": q, "k": k, "v": v}, {"theta": theta, "alpha": alpha, "eta": eta})
+    check_state("state", state, q.shape[0], q)
+    if layout is None:
+        layout = TokenLayout.build(count=state.count, chunk_size=chunk_size, shape=tuple(q.shape[:2]))
+    check_layout(layout, state, q, chunk_size, start_state)
+    check_parameters(norm_weight, norm_bias, forget_to_weights, state, q)
 
     dtype = torch.float32
     for tensor in (q, theta, alpha, eta, *state.weights):
@@ -104,106 +106,3 @@ def neural_memory(
     return result._replace(
         output=result.output.to(q.dtype), surprise=None if result.surprise is None else result.surprise.detach()
     )
-
-
-def _check_options(chunk_size, rule, backend, norm_weight, norm_bias, norm_eps) -> None:
-    if not isinstance(chunk_size, int) or isinstance(chunk_size, bool) or chunk_size < 1:
-        raise ValueError(f"chunk_size must be an integer >= 1, got {chunk_size!r}")
-    if rule not in RULES:
-        raise ValueError(f"rule must be one of {RULES}, got {rule!r}")
-    if backend not in BACKENDS:
-        raise ValueError(f"backend must be one of {tuple(BACKENDS)}, got {backend!r}")
-    if (norm_weight is None) != (norm_bias is None):
-        raise ValueError("norm_weight and norm_bias must both be given or both be None")
-    if not norm_eps > 0:
-        raise ValueError(f"norm_eps must be > 0, got {norm_eps!r}")
-
-
-def _check_tokens(vectors: dict[str, torch.Tensor], gates: dict[str, torch.Tensor]) -> None:
-    q = vectors["q"]
-    if q.dim() != 4 or 0 in q.shape:
-        raise ValueError(f"q must be (B, T, H, D) with at least one token, got {tuple(q.shape)}")
-    if not q.is_floating_point():
-        raise ValueError(f"q must be floating point, got {q.dtype}")
-    for name, tensor in vectors.items():
-        if tensor.shape != q.shape:
-            raise ValueError(f"{name} must have q's shape {tuple(q.shape)}, got {tuple(tensor.shape)}")
-        if tensor.dtype != q.dtype:
-            raise ValueError(f"{name} must have q's dtype {q.dtype}, got {tensor.dtype}")
-    for name, gate in gates.items():
-        if gate.shape != q.shape[:3]:
-            raise ValueError(f"{name} must be (B, T, H) = {tuple(q.shape[:3])}, got {tuple(gate.shape)}")
-        if not gate.is_floating_point():
-            raise ValueError(f"{name} must be floating point, got {gate.dtype}")
-
-
-def _check_state(name: str, state: MemoryState, batch_size: int, q: torch.Tensor) -> None:
-    if not all(hasattr(state, field) for field in MemoryState._fields):
-        raise ValueError(f"{name} must be a MemoryState, got {type(state).__name__}")
-    num_heads, head_dim = q.shape[2:]
-    if not state.weights or len(state.weights) != len(state.momentum):
-        raise ValueError(
-            f"{name} must hold weights and momentum of one depth >= 1, got {len(state.weights)}, {len(state.momentum)}"
-        )
-    width = head_dim
-    for layer, (w, s) in enumerate(zip(state.weights, state.momentum, strict=True)):
-        expected = (batch_size, num_heads, width)
-        if w.dim() != 4 or tuple(w.shape[:3]) != expected:
-            raise ValueError(
-                f"{name}.weights[{layer}] must be (B, H, D_in, D_out) = (*{expected}, D_out), got {tuple(w.shape)}"
-            )
-        if s.shape != w.shape:
-            raise ValueError(f"{name}.momentum[{layer}] must be {tuple(w.shape)}, got {tuple(s.shape)}")
-        if w.dtype not in (torch.float32, torch.float64):
-            raise ValueError(f"{name}.weights[{layer}] must be float32 or float64, got {w.dtype}")
-        width = w.shape[3]
-    if width != head_dim:
-        raise ValueError(f"{name}.weights must lead back to the head dimension {head_dim}, got {width}")
-    _check_pending(name, state, batch_size, q)
-
-
-def _check_pending(name: str, state: MemoryState, batch_size: int, q: torch.Tensor) -> None:
-    width = state.pending.k.shape[1]
-    if isinstance(state.count, int) and state.count != width:
-        raise ValueError(f"{name}.count is {state.count}, but {width} tokens are pending")
-    if isinstance(state.count, torch.Tensor) and tuple(state.count.shape) != (batch_size,):
-        raise ValueError(f"{name}.count must be an int or (B,) = ({batch_size},), got {tuple(state.count.shape)}")
-    for field, tensor in zip(PendingTokens._fields, state.pending, strict=True):
-        shape = (batch_size, width, *q.shape[2:]) if field in ("k", "v") else (batch_size, width, q.shape[2])
-        if tuple(tensor.shape) != shape:
-            raise ValueError(f"{name}.pending.{field} must be {shape}, got {tuple(tensor.shape)}")
-
-
-def _plain_layout(state: MemoryState, q: torch.Tensor, chunk_size: int) -> TokenLayout:
-    return TokenLayout.build(count=state.count, chunk_size=chunk_size, shape=tuple(q.shape[:2]))
-
-
-def _check_layout(layout: TokenLayout, state: MemoryState, q, chunk_size: int, start_state) -> None:
-    if layout.chunk_size != chunk_size:
-        raise ValueError(f"layout was built for chunk_size {layout.chunk_size}, not {chunk_size}")
-    if type(layout.count) is not type(state.count) or (isinstance(layout.count, int) and layout.count != state.count):
-        raise ValueError(f"layout was built for the count {layout.count}, but state.count is {state.count}")
-    width = state.pending.k.shape[1]
-    allowed = range(chunk_size) if isinstance(state.count, int) else (chunk_size - 1,)
-    if width not in allowed:
-        raise ValueError(f"state has room for {width} pending tokens; with chunk_size {chunk_size} allowed: {allowed}")
-    if layout.mask is not None and layout.mask.shape != q.shape[:2]:
-        raise ValueError(f"layout was built for (B, T) = {tuple(layout.mask.shape)}, got q {tuple(q.shape)}")
-    if layout.document_starts is not None:
-        if start_state is None:
-            raise ValueError("start_state is needed where the layout has document starts")
-        _check_state("start_state", start_state, 1, q[:1])
-        if start_state.count != 0:
-            raise ValueError(f"start_state must have no pending tokens, got count {start_state.count}")
-
-
-def _check_parameters(norm_weight, norm_bias, forget_to_weights, state: MemoryState, q: torch.Tensor) -> None:
-    for name, tensor in (("norm_weight", norm_weight), ("norm_bias", norm_bias)):
-        if tensor is not None and tensor.shape != q.shape[2:]:
-            raise ValueError(f"{name} must be (H, D) = {tuple(q.shape[2:])}, got {tuple(tensor.shape)}")
-    if forget_to_weights is not None:
-        shapes = [tuple(w.shape[1:]) for w in state.weights]
-        if [tuple(w.shape) for w in forget_to_weights] != shapes:
-            raise ValueError(
-                f"forget_to_weights must be {shapes} by layer, got {[tuple(w.shape) for w in forget_to_weights]}"
-            )

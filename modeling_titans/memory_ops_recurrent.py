@@ -69,14 +69,14 @@ def recurrent_memory(call: MemoryCall) -> MemoryResult:
     outputs, surprises = [], []
     for t in range(call.q.shape[1]):
         real = everyone if layout.mask is None else layout.mask[:, t]
-        token = [x[:, t] for x in call[1:6]]
-        token = [torch.where(real.view(-1, *(1,) * (x.dim() - 1)), x, 0) for x in token]
+        # What stands at a masked token, be it NaN, must not even be multiplied by zero.
+        q, *token = (torch.where(real.view(-1, *(1,) * (x.dim() - 2)), x[:, t], 0) for x in call[:6])
         if layout.document_starts is not None:
             starts = layout.document_starts[:, t] & real
             walk.restart(starts)
             open_chunk = [[] if new else row for row, new in zip(open_chunk, starts.tolist(), strict=True)]
         surprises.append(torch.where(real[:, None], walk.write(*token, real), 0))
-        outputs.append(torch.where(real[:, None, None], walk.read(call.q[:, t]), 0))
+        outputs.append(torch.where(real[:, None, None], walk.read(q), 0))
         for row, is_real in enumerate(real.tolist()):
             if is_real:
                 open_chunk[row] = (open_chunk[row] + [[x[row] for x in token]])[-call.chunk_size :]

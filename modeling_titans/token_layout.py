@@ -166,18 +166,24 @@ class TokenLayout(_TensorTable):
         Raises:
             ValueError: if the shapes do not agree.
         """
+        if chunk_size < 1:
+            raise ValueError(f"chunk_size must be >= 1, got {chunk_size}")
         if attention_mask is None and document_starts is None and isinstance(count, int):
             return cls(chunk_size, count)
         given = [t for t in (attention_mask, document_starts) if t is not None]
+        if not given and shape is None:
+            raise ValueError("shape is needed where count differs between rows and neither mask nor starts are given")
         shape = tuple(given[0].shape) if given else shape
-        if any(tuple(t.shape) != shape for t in given) or shape is None or len(shape) != 2:
-            raise ValueError(
-                f"attention_mask and document_starts must be (B, T) alike, got {[t.shape for t in given]}"
-            )
+        if len(shape) != 2 or any(tuple(t.shape) != shape for t in given):
+            shapes = [tuple(t.shape) for t in given]
+            raise ValueError(f"attention_mask and document_starts must be (B, T) alike, got {shapes}")
+        if isinstance(count, torch.Tensor) and tuple(count.shape) != shape[:1]:
+            raise ValueError(f"count must be an int or (B,) = {shape[:1]}, got {tuple(count.shape)}")
         if attention_mask is None:
             reference = document_starts if document_starts is not None else count
             attention_mask = torch.ones(shape, dtype=torch.bool, device=reference.device)
         mask = attention_mask.bool()
+        document_starts = None if document_starts is None else document_starts.bool()
         documents = _Documents.count(mask, document_starts)
         slots = SlotTable.build(mask, documents, count, chunk_size)
         return cls(chunk_size, count, mask, document_starts, slots, documents)

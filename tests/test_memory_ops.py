@@ -146,7 +146,9 @@ def test_documents_start_from_the_start_state(backend, mask, starts, count):
 
 @both_backends
 @pytest.mark.parametrize(
-    "options", [{"depth": 1}, {"depth": 3, "hidden": 7}, {"norm": False, "forget_to": "start"}], ids=str
+    "options",
+    [{"depth": 1}, {"depth": 3, "hidden": 7}, {"norm": False, "forget_to": "start"}],
+    ids=["depth1", "depth3", "no_norm_forget_to_start"],
 )
 def test_masks_and_documents_with_other_networks(backend, options):
     mask, starts = DOCUMENTS["around_gaps"]
@@ -245,8 +247,8 @@ def test_products_of_tiny_gates_do_not_overflow(backend):
         assert torch.isfinite(tensor).all(), name
 
 
-# Cuts of T tokens into calls: the seeded random ones, and the two regular extremes.
 def random_cuts(length: int, seed: int, pieces: int) -> list[int]:
+    """Borders of ``pieces`` calls that share ``length`` tokens: 0, ..., length."""
     inner = torch.randperm(length - 1, generator=torch.Generator().manual_seed(seed))[: pieces - 1] + 1
     return [0, *sorted(inner.tolist()), length]
 
@@ -262,7 +264,11 @@ def run_in_pieces(inputs, cuts: list[int], backend: str = "auto", **overrides):
 
 
 @both_backends
-@pytest.mark.parametrize("cuts", [list(range(22)), [0, 1, 8, 11, 15, 20, 21], [0, 20, 21], [0, 1, 21]], ids=str)
+@pytest.mark.parametrize(
+    "cuts",
+    [list(range(22)), [0, 1, 8, 11, 15, 20, 21], [0, 20, 21], [0, 1, 21]],
+    ids=["single_tokens", "odd_pieces", "last_token", "first_token"],
+)
 @pytest.mark.parametrize("rows", ["alike", "masked", "packed"])
 def test_calls_with_the_state_handed_on_equal_one_call(backend, rows, cuts):
     mask = bits("001110111111011101110", "111111111110000000000") if rows != "alike" else None
@@ -498,6 +504,7 @@ def test_inputs_are_left_as_they_were(backend):
 
 
 @both_backends
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
 def test_anomaly_detection_finds_nothing(backend):
     inputs = make_inputs(mask=MASKS["interior"], document_starts=DOCUMENTS["around_gaps"][1], count=[1, 3])
     for name in GATES:

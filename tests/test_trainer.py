@@ -258,13 +258,14 @@ def train_and_evaluate_four_streams(output_dir: str) -> None:
     results = {"losses": logged_losses(trainer), "nats": metrics["eval_nats_per_token"], "resumed": trainer.evaluate()}
     if trainer.is_world_process_zero():
         (Path(output_dir) / "results.json").write_text(json.dumps(results))
+    trainer.accelerator.wait_for_everyone()
     trainer.end()
 
 
 def test_two_processes_train_as_one_does(tmp_path):
     train_and_evaluate_four_streams(str(tmp_path / "one"))
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    subprocess.run([*launch, __file__, str(tmp_path / "two")], check=True, cwd=Path(__file__).parent)
+    subprocess.run([*launch, __file__, str(tmp_path / "two")], check=True, cwd=Path(__file__).parent, timeout=300)
     one, two = (json.loads((tmp_path / name / "results.json").read_text()) for name in ("one", "two"))
     assert two["losses"] == pytest.approx(one["losses"], rel=1e-5) and len(one["losses"]) == 6
     assert two["nats"] == pytest.approx(one["nats"], rel=1e-5)

@@ -1,0 +1,289 @@
+# Copyright 2026 The transformers-titans authors.
+# SPDX-License-Identifier: Apache-2.0
+"""A checkpoint carries its code: it loads where the package is not installed, and beside the installed one."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Trainer, TrainingArguments
+
+import transformers_titans
+from titans_testing import fill_with_noise, logits_of, random_ids, tiny_model
+from transformers_titans import (
+    TitansCache,
+    TitansForCausalLM,
+    TitansForSequenceClassification,
+    TitansForTokenClassification,
+)
+
+
+PACKAGE = Path(transformers_titans.__file__).parent
+# What belongs to an installation and not to a model.
+NOT_CARRIED = {"__init__.py", "auto_registration.py"}
+CARRIED = {path.name for path in PACKAGE.glob("*.py")} - NOT_CARRIED
+AUTO_MAP = {
+    "AutoConfig": "configuration_titans.TitansConfig",
+    "AutoModel": "modeling_titans.TitansModel",
+    "AutoModelForCausalLM": "modeling_titans.TitansForCausalLM",
+    "AutoModelForSequenceClassification": "modeling_titans.TitansForSequenceClassification",
+    "AutoModelForTokenClassification": "modeling_titans.TitansForTokenClassification",
+}
+
+# Put before every script that must do without the package and without Triton.
+BLOCKED = """
+import importlib.abc, sys
+
+class Block(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("transformers_titans", "triton"):
+            raise ImportError(f"{name} is blocked in this test")
+
+sys.meta_path.insert(0, Block())
+"""
+
+
+def run(script: str, folder: Path, blocked: bool = False) -> str:
+    """Runs a script in a fresh process with an empty working directory and an empty cache of remote code."""
+    empty = folder / "empty"
+    empty.mkdir(exist_ok=True)
+    environment = os.environ | {
+        "HF_HOME": str(folder / "hf_home"),
+        "HF_MODULES_CACHE": str(folder / "modules"),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    script = "import torch\ntorch.set_num_threads(1)\n" + textwrap.dedent(script)
+    result = subprocess.run(
+        [sys.executable, "-c", BLOCKED + script if blocked else script],
+        cwd=empty,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    return result.stdout
+
+
+def assert_complete(folder: Path) -> None:
+    assert {path.name for path in folder.glob("*.py")} == CARRIED
+    config = json.loads((folder / "config.json").read_text())
+    assert config["auto_map"] == AUTO_MAP
+    configuration = folder / "configuration_titans.py"
+    assert not configuration.is_symlink()
+    assert configuration.read_text() == (PACKAGE / "configuration_titans.py").read_text()
+
+
+def save_everything(folder: Path) -> TitansForCausalLM:
+    """Saves a model, a classifier, and what the model computes, for another process to compare."""
+    model = tiny_model()
+    model.save_pretrained(folder / "model")
+    tiny_model(TitansForSequenceClassification, num_labels=3).save_pretrained(folder / "classifier")
+    ids = random_ids(2, 11)
+    cache = TitansCache(model.config)
+    logits = logits_of(model, ids, cache=cache)
+    repetitive = torch.tensor([[5, 9, 14, 7, 33] * 5])
+    arguments = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+    torch.save(
+        {
+            "ids": ids,
+            "logits": logits,
+            "later": logits_of(model, ids, cache=cache),
+            "greedy": model.generate(ids, **arguments),
+            "beams": model.generate(ids, num_beams=3, **arguments),
+            "repetitive": repetitive,
+            "assisted": model.generate(repetitive, **arguments),
+        },
+        folder / "expected.pt",
+    )
+    return model
+
+
+def test_save_pretrained_carries_the_code(tmp_path):
+    tiny_model().save_pretrained(tmp_path)
+    assert_complete(tmp_path)
+
+
+@pytest.mark.parametrize("model_class", [TitansForSequenceClassification, TitansForTokenClassification])
+def test_heads_carry_the_whole_auto_map(model_class, tmp_path):
+    tiny_model(model_class).save_pretrained(tmp_path)
+    assert_complete(tmp_path)
+
+
+def test_trainer_checkpoint_carries_the_code(tmp_path):
+    ids = random_ids(9)
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path), max_steps=1, save_steps=1, report_to=[], use_cpu=True, disable_tqdm=True
+    )
+    Trainer(tiny_model(), arguments, train_dataset=[{"input_ids": ids, "labels": ids}] * 2).train()
+    assert_complete(tmp_path / "checkpoint-1")
+
+
+def test_a_checkpoint_loads_without_the_package(tmp_path):
+    save_everything(tmp_path)
+    script = f"""
+        from transformers import (
+            AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification,
+            AutoModelForTokenClassification,
+        )
+        root = {str(tmp_path)!r}
+        expected = torch.load(root + "/expected.pt")
+        ids, arguments = expected["ids"], dict(max_new_tokens=12, do_sample=False, eos_token_id=None)
+        config = AutoConfig.from_pretrained(root + "/model", trust_remote_code=True)
+        assert config.memory_chunk_size == 4 and type(config).__module__.startswith("transformers_modules")
+
+        def check(path):
+            model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True)
+            assert type(model).__module__.startswith("transformers_modules")
+            with torch.no_grad():
+                first = model(ids, use_cache=True)
+                assert torch.equal(first.logits, expected["logits"])
+                first.cache.save_pretrained(root + "/memory")
+                loaded = type(first.cache).from_pretrained(root + "/memory", config=config)
+                assert torch.equal(model(ids, cache=loaded).logits, expected["later"])
+            assert torch.equal(model.generate(ids, **arguments), expected["greedy"])
+            assert torch.equal(model.generate(ids, num_beams=3, **arguments), expected["beams"])
+            lookup = model.generate(expected["repetitive"], prompt_lookup_num_tokens=3, **arguments)
+            assert torch.equal(lookup, expected["assisted"])
+            loss = model.train()(ids, labels=ids).loss
+            loss.backward()
+            return model.eval()
+
+        model = check(root + "/model")
+        model.save_pretrained(root + "/again")
+        check(root + "/again")
+        base = AutoModel.from_pretrained(root + "/model", trust_remote_code=True)
+        assert torch.equal(base.embed_tokens.weight, model.model.embed_tokens.weight)
+        classifier = AutoModelForSequenceClassification.from_pretrained(root + "/classifier", trust_remote_code=True)
+        assert classifier(ids).logits.shape == (2, 3)
+        tokens = AutoModelForTokenClassification.from_pretrained(root + "/model", trust_remote_code=True)
+        assert tokens(ids).logits.shape[:2] == (2, 11)
+        assert not any(name.split(".")[0] in ("transformers_titans", "triton") for name in sys.modules)
+        print("done")
+    """
+    assert run(script, tmp_path, blocked=True).endswith("done\n")
+    assert_complete(tmp_path / "again")
+
+
+def test_package_and_checkpoints_copy_work_in_one_process(tmp_path):
+    save_everything(tmp_path)
+    script = f"""
+        from transformers import AutoModelForCausalLM
+        root = {str(tmp_path)!r}
+        expected = torch.load(root + "/expected.pt")
+        ids, arguments = expected["ids"], dict(max_new_tokens=12, do_sample=False, eos_token_id=None)
+        import transformers_titans
+        installed = transformers_titans.TitansForCausalLM.from_pretrained(root + "/model")
+        from transformers.dynamic_module_utils import get_class_from_dynamic_module
+        remote_class = get_class_from_dynamic_module("modeling_titans.TitansForCausalLM", root + "/model")
+        assert remote_class is not transformers_titans.TitansForCausalLM
+        remote = remote_class.from_pretrained(root + "/model")
+        for model in (installed, remote, installed):
+            assert torch.equal(model.generate(ids, **arguments), expected["greedy"])
+            assert torch.equal(model.generate(ids, num_beams=3, **arguments), expected["beams"])
+        # A memory made by one is understood by the other.
+        with torch.no_grad():
+            for reader, asked in ((installed, remote), (remote, installed)):
+                cache = reader(ids, use_cache=True).cache
+                assert torch.equal(asked(ids, cache=cache).logits, expected["later"])
+        assert type(AutoModelForCausalLM.from_pretrained(root + "/model")) is transformers_titans.TitansForCausalLM
+        print("done")
+    """
+    assert run(script, tmp_path).endswith("done\n")
+
+
+def test_a_missing_key_is_initialised_in_remote_code_as_in_the_package(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    save_everything(tmp_path)
+    file = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(file)
+    name = "model.layers.0.memory.alpha_proj.bias"
+    tensors.pop(name)
+    save_file(tensors, file, metadata={"format": "pt"})
+    script = f"""
+        from transformers import AutoModelForCausalLM
+        from safetensors.torch import load_file
+        model = AutoModelForCausalLM.from_pretrained({str(tmp_path / "model")!r}, trust_remote_code=True)
+        saved, state = load_file({str(file)!r}), model.state_dict()
+        assert all(torch.equal(state[name], tensor) for name, tensor in saved.items())
+        print(state[{name!r}].tolist())
+    """
+    assert run(script, tmp_path, blocked=True).endswith("[-7.0, -7.0]\n")
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        "import transformers_titans; from transformers import AutoModelForCausalLM, AutoConfig",
+        "from transformers import AutoModelForCausalLM, AutoConfig; import transformers_titans",
+        "from transformers_titans.modeling_titans import TitansForCausalLM\n"
+        "from transformers import AutoModelForCausalLM, AutoConfig",
+        "from transformers_titans import TitansCache; from transformers import AutoModelForCausalLM, AutoConfig",
+        "from transformers_titans.memory_ops import neural_memory\n"
+        "from transformers import AutoModelForCausalLM, AutoConfig",
+        "import transformers_titans, importlib; importlib.reload(transformers_titans)\n"
+        "from transformers import AutoModelForCausalLM, AutoConfig",
+    ],
+    ids=["package_first", "auto_first", "modeling", "cache", "op", "reload"],
+)
+def test_importing_the_package_registers_the_models(first, tmp_path):
+    script = f"""
+{textwrap.indent(first, "        ")}
+        import transformers_titans
+        config = AutoConfig.for_model("titans", hidden_size=8, num_hidden_layers=1, num_attention_heads=2)
+        assert type(config) is transformers_titans.TitansConfig
+        assert type(AutoModelForCausalLM.from_config(config)) is transformers_titans.TitansForCausalLM
+        print("done")
+    """
+    assert run(script, tmp_path).endswith("done\n")
+
+
+def test_the_op_needs_no_transformers(tmp_path):
+    script = """
+        import sys
+        import transformers_titans
+        from transformers_titans.memory_ops import neural_memory
+        from transformers_titans import MemoryState, TokenLayout
+        assert "transformers" not in sys.modules
+        print("done")
+    """
+    assert run(script, tmp_path).endswith("done\n")
+
+
+def test_registering_again_is_harmless():
+    from transformers_titans.auto_registration import register
+
+    for _ in range(2):
+        register("transformers_titans")
+
+
+def test_a_foreign_model_of_the_same_type_is_detected(tmp_path):
+    script = """
+        from transformers import AutoConfig, PreTrainedConfig
+        class OtherTitansConfig(PreTrainedConfig):
+            model_type = "titans"
+        AutoConfig.register("titans", OtherTitansConfig)
+        try:
+            import transformers_titans
+            from transformers_titans import TitansForCausalLM
+        except ImportError as error:
+            assert "model_type 'titans' is already registered" in str(error) and "OtherTitansConfig" in str(error)
+            print("done")
+    """
+    assert run(script, tmp_path).endswith("done\n")
+
+
+def test_noise_reaches_every_parameter():
+    # What the comparisons above rest on.
+    model = tiny_model()
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    fill_with_noise(model, seed=1)
+    assert all(not torch.equal(p, before[name]) for name, p in model.named_parameters())
+    assert all(p.std() > 0.05 for p in model.parameters())
