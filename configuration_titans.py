@@ -3,6 +3,7 @@
 """Titans configuration."""
 
 import difflib
+import math
 
 from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig
@@ -185,8 +186,8 @@ class TitansConfig(PreTrainedConfig):
 
     def validate_memory(self):
         """Part of `@strict`-powered validation: the ranges of the memory's gates."""
-        if not 0 < self.memory_max_lr:
-            raise ValueError(f"memory_max_lr must be > 0, got {self.memory_max_lr}")
+        if not 0 < self.memory_max_lr < math.inf:
+            raise ValueError(f"memory_max_lr must be > 0 and finite, got {self.memory_max_lr}")
         if not 0 < self.memory_max_forget < 1:
             raise ValueError(f"memory_max_forget must be > 0 and < 1, got {self.memory_max_forget}")
         if self.cache_segment_length % max(self.memory_chunk_size, 1):
@@ -201,7 +202,7 @@ def _refuse_misspelled(names, fields) -> None:
     for name in names:
         if name.startswith(OWN_PREFIXES):
             close = difflib.get_close_matches(name, fields, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
+            hint = f"; did you mean {close[0]!r}?" if close else "."
             known = [field for field in fields if field.startswith(OWN_PREFIXES)]
             raise ValueError(f"TitansConfig has no field {name!r}{hint} Fields of this kind: {known}")
 

@@ -64,7 +64,7 @@ def growth(model: TitansForCausalLM, tokens: torch.Tensor) -> dict[str, float]:
     changed = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(0)
     for layer in changed.model.layers:
-        for w in layer.memory.start_weights:
+        for w in layer.memory.start_weights():
             w += CHANGE * torch.randn(w.shape, generator=generator, dtype=w.dtype)
     one, other = (m.model(tokens, use_cache=True) for m in (model, changed))
     hidden = (one.last_hidden_state - other.last_hidden_state).square().mean(-1).sqrt()

@@ -72,7 +72,7 @@ class TitansCacheLayer(CacheLayerMixin):
 
     def advance(self, state: NeuralMemoryState, inputs: torch.Tensor) -> None:
         """Stores the state after a call with these inputs (B, T, hidden_size)."""
-        self.state = map_tensors(_owned, state)
+        self._store(state, is_first=not self.is_initialized)
         self.columns += inputs.shape[1]
         self.is_initialized = True
         if self.record_past:
@@ -91,8 +91,12 @@ class TitansCacheLayer(CacheLayerMixin):
 
     def replayed(self, state: NeuralMemoryState) -> None:
         """Stores the state that reading the inputs behind the last mark again has given."""
-        self.state = map_tensors(_owned, state)
+        self._store(state, is_first=self.marks[-1][1] is None)
         self.rebase()
+
+    def _store(self, state: NeuralMemoryState, is_first: bool) -> None:
+        # A first state may consist of the model's own parameters, as views.
+        self.state = map_tensors(_copied if is_first else _owned, state)
 
     def activate_past_recording(self) -> None:
         if not self.record_past:
@@ -111,7 +115,7 @@ class TitansCacheLayer(CacheLayerMixin):
             self.state = self.marks[-1][1]
             self.rebase()
         else:
-            self.state, self.inputs = None, self.inputs[:, :left]
+            self.state, self.inputs = None, self.inputs[:, :left].contiguous()
 
     def reset(self) -> None:
         self.state = None
@@ -309,6 +313,7 @@ class TitansCache(DynamicCache):
 
     def to(self, device) -> "TitansCache":
         """Moves all tensors to ``device``, in place. Their dtypes stay: a state is never narrowed."""
+        device = torch.device(device)
         for layer in self.layers:
             layer.map(lambda t: t.to(device))
         self._map_rows(lambda t: t.to(device))
@@ -360,10 +365,13 @@ class TitansCache(DynamicCache):
         file = Path(path) / CACHE_FILE if Path(path).is_dir() else Path(path)
         tensors, meta = _read_file(file, device)
         cache = cls.__new__(cls)
-        cache._setup(meta["geometry"])
-        if config is not None:
-            cache.check(config)
-        cache._load_tree(tensors, meta)
+        try:
+            cache._setup({name: meta["geometry"][name] for name in GEOMETRY})
+            if config is not None:
+                cache.check(config)
+            cache._load_tree(tensors, meta)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{file} is incomplete as a Titans memory: {error!r}") from error
         return cache
 
     def _tree(self) -> tuple:
@@ -371,28 +379,36 @@ class TitansCache(DynamicCache):
 
     def _load_tree(self, tensors: dict[str, torch.Tensor], meta: dict) -> None:
         tree = _nest(tensors)
-        try:
-            for index, layer in enumerate(self.layers):
-                parts = tree["0"][str(index)]
-                marks = parts.get("2", {})
-                layer.state, layer.inputs = _state(parts.get("0")), parts.get("1")
-                layer.marks = [(offset, _state(marks.get(str(i)))) for i, offset in enumerate(meta["marks"])]
-                layer.columns, layer.record_past = meta["columns"], meta["recording"]
-                layer.is_initialized = True
-            self.progress = Progress(**tree["1"])
-            self.base_progress = Progress(**tree["2"]) if "2" in tree else None
-            self.recorded = Columns(**tree["3"]) if "3" in tree else None
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"the memory file is incomplete: {error!r}") from error
+        self.progress = Progress(**tree["1"])
+        self.base_progress = Progress(**tree["2"]) if "2" in tree else None
+        self.recorded = Columns(**tree["3"]) if "3" in tree else None
+        for index, layer in enumerate(self.layers):
+            parts = tree.get("0", {}).get(str(index), {})
+            marks = parts.get("2", {})
+            layer.state, layer.inputs = _state(parts.get("0")), parts.get("1")
+            layer.marks = [(offset, _state(marks.get(str(i)))) for i, offset in enumerate(meta["marks"])]
+            layer.columns, layer.record_past = meta["columns"], meta["recording"]
+            layer.is_initialized = layer.state is not None or layer.inputs is not None
+            present = (layer.state is None, layer.inputs is None)
+            if present != (self.layers[0].state is None, self.layers[0].inputs is None):
+                raise ValueError(f"the memory file is incomplete: layer {index} lacks what layer 0 has")
+            for state in (layer.state, *(state for _, state in layer.marks)):
+                if state is not None:
+                    check_shapes(state, self.geometry, self.batch_size)
 
     def _map_rows(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
         rows = (self.progress, self.base_progress, self.recorded)
         self.progress, self.base_progress, self.recorded = map_tensors(fn, rows)
 
 
+def _copied(t: torch.Tensor) -> torch.Tensor:
+    return t.clone(memory_format=torch.contiguous_format)
+
+
 def _owned(t: torch.Tensor) -> torch.Tensor:
-    """``t``, copied if it is a view that would keep a larger tensor alive."""
-    return t.clone() if t.untyped_storage().nbytes() > t.numel() * t.element_size() else t
+    """``t``, copied if it is a view that would keep a larger tensor alive, or one that others look into."""
+    owned = t.is_contiguous() and t.untyped_storage().nbytes() == t.numel() * t.element_size()
+    return t if owned else _copied(t)
 
 
 def _umask() -> int:
@@ -411,9 +427,28 @@ def _read_file(file: Path, device) -> tuple[dict[str, torch.Tensor], dict]:
                 raise ValueError(
                     f"{file} is not a Titans memory file: its format is {metadata.get('format')!r}, not {FORMAT!r}"
                 )
-            return {name: handle.get_tensor(name) for name in handle.keys()}, json.loads(metadata["cache"])
+            # Copied: inside the file's map a tensor may lie at any address, which changes how its products round.
+            return {name: handle.get_tensor(name).clone() for name in handle.keys()}, json.loads(metadata["cache"])
     except (SafetensorError, json.JSONDecodeError, KeyError) as error:
         raise ValueError(f"{file} is damaged and cannot be read as a Titans memory: {error}") from error
+
+
+def check_shapes(state: NeuralMemoryState, geometry: dict, batch_size: int) -> None:
+    """Raises a ValueError if a layer's state does not have the shapes that the geometry asks for."""
+    num_heads, head_dim = geometry["memory_num_heads"], geometry["memory_head_dim"]
+    hidden = [geometry["memory_expansion"] * head_dim] * (geometry["memory_depth"] - 1)
+    widths = [head_dim, *hidden, head_dim]
+    weights = [(batch_size, num_heads, *pair) for pair in zip(widths[:-1], widths[1:], strict=True)]
+    pending = state.memory.pending.k.shape[1]
+    tokens, gates = (batch_size, pending, num_heads, head_dim), (batch_size, pending, num_heads)
+    expected = weights + weights + [tokens, tokens, gates, gates, gates]
+    if isinstance(state.memory.count, torch.Tensor):
+        expected.append((batch_size,))
+    if geometry["memory_conv_kernel_size"]:
+        expected.append((batch_size, geometry["memory_conv_kernel_size"] - 1, 3 * num_heads * head_dim))
+    found = {name: tuple(t.shape) for name, t in iterate_tensors(state)}
+    if list(found.values()) != expected:
+        raise ValueError(f"the shapes of the state's tensors must be {expected}, got {found}")
 
 
 def _nest(tensors: dict[str, torch.Tensor]) -> dict:

@@ -56,6 +56,7 @@ def plan_columns(
     shape: tuple[int, int],
     device,
     progress: Progress | None,
+    num_past: int = 0,
     attention_mask: torch.Tensor | None = None,
     position_ids: torch.Tensor | None = None,
     cu_seq_lens: torch.Tensor | None = None,
@@ -70,7 +71,8 @@ def plan_columns(
         shape: (B, T) of this call.
         device: where to put what is made here.
         progress: the rows' progress before the call; None: nothing read.
-        attention_mask: (B, T) or, with earlier columns in front, (B, > T).
+        num_past: columns read before the call.
+        attention_mask: (B, T) or, with the earlier columns in front, (B, num_past + T).
         position_ids: (B, T) or (1, T).
         cu_seq_lens: (documents + 1,) borders of the documents in a single row.
         seq_idx: (B, T) number of each token's document.
@@ -84,7 +86,7 @@ def plan_columns(
     if all(x is None for x in (attention_mask, position_ids, cu_seq_lens, seq_idx)) and progress is None:
         return None
     progress = Progress.start(shape[0], device) if progress is None else progress
-    mask = _real_columns(attention_mask, shape, device)
+    mask = _real_columns(attention_mask, shape, num_past, device)
     last_before = _previous_real(mask)
     rank = mask.long().cumsum(1)
     if position_ids is None:
@@ -104,13 +106,14 @@ def plan_columns(
     return Columns(mask, starts & mask & has_predecessor, position)
 
 
-def _real_columns(attention_mask: torch.Tensor | None, shape: tuple[int, int], device) -> torch.Tensor:
+def _real_columns(attention_mask, shape: tuple[int, int], num_past: int, device) -> torch.Tensor:
     if attention_mask is None:
         return torch.ones(shape, dtype=torch.bool, device=device)
-    if attention_mask.dim() != 2 or attention_mask.shape[0] != shape[0] or attention_mask.shape[1] < shape[1]:
+    allowed = {shape, (shape[0], num_past + shape[1])}
+    if tuple(attention_mask.shape) not in allowed:
         raise ValueError(
-            f"attention_mask must be (batch_size, length) with batch_size {shape[0]} and length >= {shape[1]}, "
-            f"got {tuple(attention_mask.shape)}"
+            f"attention_mask must be {' or '.join(map(str, sorted(allowed)))}, the new columns alone or "
+            f"behind those of the cache, got {tuple(attention_mask.shape)}"
         )
     return attention_mask[:, attention_mask.shape[1] - shape[1] :].to(device=device, dtype=torch.bool)
 
@@ -118,6 +121,8 @@ def _real_columns(attention_mask: torch.Tensor | None, shape: tuple[int, int], d
 def _check_shape(name: str, value: torch.Tensor, shape: tuple[int, int], device) -> torch.Tensor:
     if value.dim() != 2 or value.shape[1] != shape[1] or value.shape[0] not in (1, shape[0]):
         raise ValueError(f"{name} must be {shape} or {(1, shape[1])}, got {tuple(value.shape)}")
+    if value.is_floating_point():
+        raise ValueError(f"{name} must be a tensor of integers, got {value.dtype}")
     return value.to(device).expand(shape)
 
 

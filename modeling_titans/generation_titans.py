@@ -17,6 +17,24 @@ ASSISTED_WITH_MEMORY = (
 class TitansGenerationMixin:
     """Put before `GenerationMixin` in a model's bases."""
 
+    def _prepare_position_ids_for_generation(self, inputs_tensor, model_kwargs) -> None:
+        """No positions: rows go on where the cache stands, which columns and padding do not tell (a cache may hold
+        packed documents, or text at other positions). Counted anew, they would look like a document border."""
+
+    def _prefill(self, input_ids, generation_config, model_kwargs, is_first_iteration=True):
+        cache, mask = model_kwargs.get("cache"), model_kwargs.get("attention_mask")
+        num_past = 0 if cache is None else cache.get_seq_length()
+        length = getattr(generation_config, "_mask_length", -1) if mask is None else mask.shape[1]
+        if num_past and model_kwargs.get("inputs_embeds") is None and length <= num_past:
+            raise ValueError(
+                f"the cache has read {num_past} columns, but input_ids and attention_mask end at column {length}: "
+                f"pass the whole text, or the new tokens alone with an attention_mask of {num_past} columns more"
+            )
+        # An assistant's mask is guessed from its drafts, in which the padding token may stand as text.
+        if num_past and mask is not None and not generation_config.is_assistant:
+            _check_past(mask[:, :num_past], cache)
+        return super()._prefill(input_ids, generation_config, model_kwargs, is_first_iteration)
+
     def _prepare_cache_for_generation(
         self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
     ) -> None:
@@ -53,3 +71,14 @@ class TitansGenerationMixin:
         )
 
     generate_batch = continuous_batching_context_manager = init_continuous_batching
+
+
+def _check_past(mask, cache) -> None:
+    """A column that the memory has read as text cannot become padding afterwards."""
+    rows = (mask.sum(1) < cache.progress.seen.to(mask.device)).nonzero().flatten().tolist()
+    if rows:
+        raise ValueError(
+            f"attention_mask marks columns as padding that the cache has read as tokens, in rows {rows}: a memory "
+            "cannot give back single tokens. Rows that ended early have read what generate() filled them up with; go "
+            "on with the others alone (cache.batch_select_indices), or read the whole text again without the cache."
+        )

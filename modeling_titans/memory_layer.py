@@ -52,6 +52,42 @@ class TitansRMSNorm(nn.Module):
         return f"{tuple(self.weight.shape)}, eps={self.variance_epsilon}"
 
 
+class TitansGate(nn.Linear):
+    """A gate's logits (B, T, H), which start at ``start`` whatever the token.
+
+    transformers initialises each module by itself, also when a checkpoint lacks a single tensor of it. So whatever has
+    a start value of its own is a module of its own.
+    """
+
+    def __init__(self, in_features: int, out_features: int, start: float):
+        super().__init__(in_features, out_features)
+        self.start = start
+        self.initialise(nn.init)
+
+    def initialise(self, init) -> None:
+        """Fills what differs from a linear layer through the functions of module ``init``."""
+        init.constant_(self.bias, self.start)
+
+
+class TitansStartWeights(nn.Module):
+    """The memory's weights before any token, W_0: parameters "0", "1", ... (H, D_in, D_out), one per layer."""
+
+    def __init__(self, num_heads: int, widths: list[int]):
+        super().__init__()
+        for layer, shape in enumerate(zip(widths[:-1], widths[1:], strict=True)):
+            self.register_parameter(str(layer), nn.Parameter(torch.empty(num_heads, *shape)))
+        self.initialise(nn.init)
+
+    def initialise(self, init) -> None:
+        """Fills the weights through the functions of module ``init``."""
+        for layer, w in enumerate(self()):
+            init.normal_(w, mean=0.0, std=start_weight_std(layer, w.shape[1]))
+
+    def forward(self) -> tuple[torch.Tensor, ...]:
+        # Called, not reached into: offloaded or sharded weights are there in their own module's forward only.
+        return tuple(self.parameters(recurse=False))
+
+
 class NeuralMemoryOutput(NamedTuple):
     """What the memory adds to the stream (B, T, hidden_size), the state after the call, inner losses (B, T, H)."""
 
@@ -83,41 +119,25 @@ class TitansNeuralMemory(nn.Module):
         kernel_size = config.memory_conv_kernel_size
         channels = 3 * inner_width
         self.conv1d = nn.Conv1d(channels, channels, kernel_size, groups=channels, bias=False) if kernel_size else None
-        self.theta_proj = nn.Linear(width, num_heads)
-        self.alpha_proj = nn.Linear(width, num_heads) if config.memory_forgetting else None
-        self.eta_proj = nn.Linear(width, num_heads) if config.memory_momentum else None
+        self.theta_proj = TitansGate(width, num_heads, theta_start(config.memory_depth))
+        self.alpha_proj = TitansGate(width, num_heads, ALPHA_START) if config.memory_forgetting else None
+        self.eta_proj = TitansGate(width, num_heads, ETA_START) if config.memory_momentum else None
         hidden = [config.memory_expansion * head_dim] * (config.memory_depth - 1)
-        widths = [head_dim, *hidden, head_dim]
-        self.start_weights = nn.ParameterList(
-            nn.Parameter(torch.empty(num_heads, *pair)) for pair in zip(widths[:-1], widths[1:], strict=True)
-        )
+        self.start_weights = TitansStartWeights(num_heads, [head_dim, *hidden, head_dim])
         has_norm = config.memory_norm
         self.memory_norm_weight = nn.Parameter(torch.ones(num_heads, head_dim)) if has_norm else None
         self.memory_norm_bias = nn.Parameter(torch.zeros(num_heads, head_dim)) if has_norm else None
         self.o_norm = TitansRMSNorm(head_dim, config.rms_norm_eps)
         self.o_gate_proj = nn.Linear(width, inner_width, bias=False)
         self.o_proj = nn.Linear(inner_width, width, bias=False)
-        self.reset_parameters()
+        self.initialise(nn.init)
 
-    def reset_parameters(self) -> None:
-        """Initialises what is particular to a memory; linear layers and norms keep their own initialisation."""
-        for tensor, init in self.initial_values():
-            with torch.no_grad():
-                init(nn.init, tensor)
-
-    def initial_values(self):
-        """Yields (parameter, fn) where ``fn(init, parameter)`` fills it through the functions of module ``init``."""
-        for layer, w in enumerate(self.start_weights):
-            std = start_weight_std(layer, w.shape[1])
-            yield w, lambda init, t, std=std: init.normal_(t, mean=0.0, std=std)
+    def initialise(self, init) -> None:
+        """Fills the layer's own parameters through the functions of module ``init``."""
         if self.memory_norm_weight is not None:
             # LN's result then has length 1, as keys have: with a scale of 1 no memory could come near any value.
-            yield self.memory_norm_weight, lambda init, t: init.constant_(t, t.shape[-1] ** -0.5)
-            yield self.memory_norm_bias, lambda init, t: init.zeros_(t)
-        theta = theta_start(self.config.memory_depth)
-        for proj, start in ((self.theta_proj, theta), (self.alpha_proj, ALPHA_START), (self.eta_proj, ETA_START)):
-            if proj is not None:
-                yield proj.bias, lambda init, t, start=start: init.constant_(t, start)
+            init.constant_(self.memory_norm_weight, self.config.memory_head_dim**-0.5)
+            init.zeros_(self.memory_norm_bias)
 
     def start_state(self, prefix_states: torch.Tensor | None = None) -> NeuralMemoryState:
         """The state of one row before its first token.
@@ -129,13 +149,12 @@ class TitansNeuralMemory(nn.Module):
         Returns:
             A state with batch size 1, differentiable in the start weights and the prefix.
         """
-        memory = MemoryState.initial(list(self.start_weights), 1)
-        kernel_size = self.config.memory_conv_kernel_size
+        weights = self.start_weights()
         tail = None
-        if kernel_size:
-            tail = self.q_proj.weight.new_zeros(1, kernel_size - 1, self.conv1d.in_channels)
-        state = NeuralMemoryState(memory, tail)
-        if prefix_states is None or not prefix_states.shape[0]:
+        if self.conv1d is not None:
+            tail = weights[0].new_zeros(1, self.conv1d.kernel_size[0] - 1, self.conv1d.in_channels)
+        state = NeuralMemoryState(MemoryState.initial(weights, 1), tail)
+        if prefix_states is None:
             return state
         chunk_size = self.config.memory_chunk_size
         whole = prefix_states.shape[0] // chunk_size * chunk_size
@@ -154,17 +173,17 @@ class TitansNeuralMemory(nn.Module):
         state: NeuralMemoryState | None = None,
         attention_mask: torch.Tensor | None = None,
         layout: TokenLayout | None = None,
-        start_state: NeuralMemoryState | None = None,
+        prefix_states: torch.Tensor | None = None,
         output_surprise: bool = False,
     ) -> NeuralMemoryOutput:
         """Writes and reads T tokens.
 
         Args:
             hidden_states: (B, T, hidden_size).
-            state: the memory before the call, for B rows; None: every row starts from ``start_state``.
+            state: the memory before the call, for B rows; None: every row starts from `start_state(prefix_states)`.
             attention_mask: (B, T), nonzero where a token is real; a masked token changes nothing. None: all are.
             layout: the same and more, prepared once for all layers; then ``attention_mask`` must be None.
-            start_state: where documents start, of one row; None: `start_state()` without persistent tokens.
+            prefix_states: (N_p, hidden_size) persistent tokens, which the memory reads before each document, or None.
             output_surprise: whether to return each token's inner loss at the weights of its chunk's start.
 
         Returns:
@@ -176,10 +195,12 @@ class TitansNeuralMemory(nn.Module):
         """
         self._check(hidden_states, state, attention_mask, layout)
         restarts = layout is not None and layout.document_starts is not None
-        if start_state is None and (state is None or restarts):
-            start_state = self.start_state()
+        may_train = self.training and torch.is_grad_enabled()
+        start_state = self.start_state(prefix_states) if state is None or restarts or may_train else None
         if state is None:
             state = start_state.expand(hidden_states.shape[0])
+        elif may_train and not restarts:
+            state = _attach(start_state, state)
         if layout is None:
             layout = TokenLayout.build(
                 attention_mask,
@@ -190,16 +211,6 @@ class TitansNeuralMemory(nn.Module):
         y, state, surprise = self._write_and_read(hidden_states, state, layout, start_state, output_surprise)
         gate = F.silu(self.o_gate_proj(hidden_states)).unflatten(-1, y.shape[2:])
         return NeuralMemoryOutput(self.o_proj((self.o_norm(y) * gate).flatten(2)), state, surprise)
-
-    def advance(
-        self,
-        hidden_states: torch.Tensor,
-        state: NeuralMemoryState,
-        layout: TokenLayout,
-        start_state: NeuralMemoryState,
-    ) -> NeuralMemoryState:
-        """The state after T tokens, without what they read."""
-        return self._write_and_read(hidden_states, state, layout, start_state, False)[1]
 
     def _write_and_read(self, hidden_states, state, layout, start_state, output_surprise):
         """Returns M's answers (B, T, H, D), the new state and the inner losses."""
@@ -222,7 +233,7 @@ class TitansNeuralMemory(nn.Module):
             norm_weight=self.memory_norm_weight,
             norm_bias=self.memory_norm_bias,
             residual=config.memory_residual,
-            forget_to_weights=list(self.start_weights) if config.memory_forget_to == "start" else None,
+            forget_to_weights=self.start_weights() if config.memory_forget_to == "start" else None,
             rule=config.memory_rule,
             layout=layout,
             start_state=None if start_state is None else start_state.memory,
@@ -271,6 +282,23 @@ class TitansNeuralMemory(nn.Module):
             raise ValueError(
                 f"attention_mask must be (B, T) = {tuple(hidden_states.shape[:2])}, got {tuple(attention_mask.shape)}"
             )
+
+
+def _attach(start_state: NeuralMemoryState, state: NeuralMemoryState) -> NeuralMemoryState:
+    """``state``, on which the start state's parameters have a gradient of zero.
+
+    A step in which every row goes on from a memory it was given uses none of them, but whoever reduces gradients over
+    processes waits for each parameter's.
+    """
+    memory = state.memory
+    never = torch.zeros((), dtype=torch.bool, device=memory.weights[0].device)
+
+    def attach(group, starts):
+        return tuple(torch.where(never, start, tensor) for start, tensor in zip(starts, group, strict=True))
+
+    weights = attach(memory.weights, start_state.memory.weights)
+    momentum = attach(memory.momentum, start_state.memory.momentum)
+    return state._replace(memory=memory._replace(weights=weights, momentum=momentum))
 
 
 def _sigmoid(logits: torch.Tensor) -> torch.Tensor:

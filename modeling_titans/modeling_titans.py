@@ -18,6 +18,7 @@ from transformers.modeling_layers import (
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import can_return_tuple
+from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.output_capturing import capture_outputs
 
 from .cache_titans import TitansCache
@@ -83,17 +84,18 @@ class TitansDecoderLayer(GradientCheckpointingLayer):
         super().__init__()
         self.persistent_tokens = None
         if config.num_persistent_tokens:
-            self.persistent_tokens = nn.Parameter(torch.zeros(config.num_persistent_tokens, config.hidden_size))
+            self.persistent_tokens = nn.Parameter(torch.empty(config.num_persistent_tokens, config.hidden_size))
         self.input_layernorm = TitansRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.memory = TitansNeuralMemory(config, layer_idx)
         self.post_memory_layernorm = TitansRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = TitansMLP(config)
+        self.initializer_range = config.initializer_range
+        self.initialise(nn.init)
 
-    def start_state(self) -> NeuralMemoryState:
-        """The state of one row in which every document starts: behind the persistent tokens."""
-        if self.persistent_tokens is None:
-            return self.memory.start_state()
-        return self.memory.start_state(self.input_layernorm(self.persistent_tokens))
+    def initialise(self, init) -> None:
+        """Fills the block's own parameters through the functions of module ``init``."""
+        if self.persistent_tokens is not None:
+            init.normal_(self.persistent_tokens, mean=0.0, std=self.initializer_range)
 
     def forward(
         self,
@@ -101,22 +103,24 @@ class TitansDecoderLayer(GradientCheckpointingLayer):
         state: NeuralMemoryState | None = None,
         layout: TokenLayout | None = None,
         output_surprise: bool = False,
+        replay: bool = False,
     ) -> TitansLayerOutput:
-        restarts = layout is not None and layout.document_starts is not None
-        start_state = self.start_state() if state is None or restarts else None
-        memory_inputs = self.input_layernorm(hidden_states)
-        memory = self.memory(
-            memory_inputs, state, layout=layout, start_state=start_state, output_surprise=output_surprise
-        )
-        hidden_states = hidden_states + memory.hidden_states
-        hidden_states = hidden_states + self.mlp(self.post_memory_layernorm(hidden_states))
-        return TitansLayerOutput(hidden_states, memory.state, memory.surprise, memory_inputs)
+        """One block over the stream (B, T, hidden_size), from a memory state to the next.
 
-    def replay(self, inputs: torch.Tensor, state: NeuralMemoryState | None, layout: TokenLayout) -> NeuralMemoryState:
-        """The memory's state after inputs (B, R, hidden_size) that it has read before."""
-        start_state = self.start_state()
-        state = start_state.expand(inputs.shape[0]) if state is None else state
-        return self.memory.advance(inputs, state, layout, start_state)
+        With ``replay`` the input is what the memory alone has read before (`TitansLayerOutput.memory_inputs`), and
+        only the state of the result means anything.
+        """
+        prefix_states = None
+        if self.persistent_tokens is not None:
+            prefix_states = self.input_layernorm(self.persistent_tokens)
+        memory_inputs = hidden_states if replay else self.input_layernorm(hidden_states)
+        memory = self.memory(
+            memory_inputs, state, layout=layout, prefix_states=prefix_states, output_surprise=output_surprise
+        )
+        if not replay:
+            hidden_states = hidden_states + memory.hidden_states
+            hidden_states = hidden_states + self.mlp(self.post_memory_layernorm(hidden_states))
+        return TitansLayerOutput(hidden_states, memory.state, memory.surprise, memory_inputs)
 
 
 class TitansPreTrainedModel(PreTrainedModel):
@@ -134,12 +138,8 @@ class TitansPreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        # By name: the copy of this code in a checkpoint and the installed one may both be loaded.
-        if type(module).__name__ == "TitansNeuralMemory":
-            for tensor, initialise in module.initial_values():
-                initialise(init, tensor)
-        elif type(module).__name__ == "TitansDecoderLayer" and module.persistent_tokens is not None:
-            init.normal_(module.persistent_tokens, mean=0.0, std=self.config.initializer_range)
+        if hasattr(module, "initialise"):
+            module.initialise(init)
 
 
 class TitansModel(TitansPreTrainedModel):
@@ -161,6 +161,7 @@ class TitansModel(TitansPreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
     @capture_outputs
     def forward(
         self,
@@ -177,8 +178,8 @@ class TitansModel(TitansPreTrainedModel):
 
         Args:
             input_ids: (B, T) token ids; or give ``inputs_embeds`` (B, T, hidden_size).
-            attention_mask: (B, T), or with earlier columns in front; 0 marks padding, which changes nothing, wherever
-                it stands. None: no padding.
+            attention_mask: (B, T), or with all columns that the cache has read in front; 0 marks padding, which
+                changes nothing, wherever it stands. None: no padding.
             position_ids: (B, T). A real token whose position is not its predecessor's + 1 begins a document: the row
                 goes back to the learned start state. None: each row goes on.
             cache: the memory of what was read before; it is advanced in place. None: every row starts afresh.
@@ -197,14 +198,16 @@ class TitansModel(TitansPreTrainedModel):
             use_cache = self.config.use_cache and not (self.training and torch.is_grad_enabled())
         if cache is None and use_cache:
             cache = TitansCache(config=self.config)
-        progress = None
+        progress, num_past = None, 0
         if cache is not None:
             _check_cache(cache, self.config, batch_size)
             progress = cache.progress or Progress.start(batch_size, inputs_embeds.device)
+            num_past = cache.get_seq_length()
         columns = plan_columns(
             (batch_size, num_columns),
             inputs_embeds.device,
             progress,
+            num_past,
             attention_mask,
             position_ids,
             kwargs.get("cu_seq_lens_q"),
@@ -212,7 +215,8 @@ class TitansModel(TitansPreTrainedModel):
         )
         if cache is not None and cache.needs_replay:
             self._replay(cache)
-        if cache is None or not cache.is_recording or num_columns <= LONG_CALL or kwargs.get("output_hidden_states"):
+        capture = kwargs.get("output_hidden_states", self.config.output_hidden_states)
+        if cache is None or not cache.is_recording or num_columns <= LONG_CALL or capture:
             hidden_states, surprise = self._read(inputs_embeds, columns, cache, output_surprise)
         else:
             hidden_states, surprise = self._read_with_mark(inputs_embeds, columns, cache, output_surprise)
@@ -257,11 +261,23 @@ class TitansModel(TitansPreTrainedModel):
     def _embed(self, input_ids, inputs_embeds) -> torch.Tensor:
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("exactly one of input_ids and inputs_embeds must be given")
-        given, name = (input_ids, "input_ids") if inputs_embeds is None else (inputs_embeds, "inputs_embeds")
-        if given.dim() != (2 if inputs_embeds is None else 3) or 0 in given.shape[:2]:
-            raise ValueError(f"{name} must have at least one row and one token, got shape {tuple(given.shape)}")
         if inputs_embeds is not None:
+            width = self.config.hidden_size
+            if not torch.is_tensor(inputs_embeds) or not inputs_embeds.is_floating_point():
+                raise ValueError(f"inputs_embeds must be a floating-point tensor, got {_kind(inputs_embeds)}")
+            if inputs_embeds.dim() != 3 or inputs_embeds.shape[2] != width or 0 in inputs_embeds.shape:
+                raise ValueError(
+                    f"inputs_embeds must be (batch_size, length, hidden_size={width}) with at least one token, "
+                    f"got {tuple(inputs_embeds.shape)}"
+                )
             return inputs_embeds
+        if not torch.is_tensor(input_ids) or input_ids.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"input_ids must be a tensor of int64 or int32, got {_kind(input_ids)}")
+        if input_ids.dim() != 2 or 0 in input_ids.shape:
+            raise ValueError(
+                f"input_ids must be (batch_size, length) with at least one row and one token, "
+                f"got {tuple(input_ids.shape)}"
+            )
         # On an accelerator the check would wait for the device; there the embedding itself asserts.
         if input_ids.device.type == "cpu" and not torch.compiler.is_compiling():
             least, most = input_ids.min().item(), input_ids.max().item()
@@ -278,10 +294,14 @@ class TitansModel(TitansPreTrainedModel):
         count = 0 if base is None else base.memory.count
         layout = cache.columns_to_replay().layout(count, self.config.memory_chunk_size)
         states = [
-            layer.replay(kept.inputs[:, offset:], kept.marks[-1][1], layout)
+            layer(kept.inputs[:, offset:], state=kept.marks[-1][1], layout=layout, replay=True)[1]
             for layer, kept in zip(self.layers, cache.layers, strict=True)
         ]
         cache.replayed(states)
+
+
+def _kind(value) -> str:
+    return str(value.dtype) if torch.is_tensor(value) else type(value).__name__
 
 
 def _check_cache(cache, config: TitansConfig, batch_size: int) -> None:
@@ -309,6 +329,7 @@ class TitansForCausalLM(TitansPreTrainedModel, TitansGenerationMixin, Generation
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
     @can_return_tuple
     def forward(
         self,
@@ -370,9 +391,25 @@ def _num_targets(labels, num_items_in_batch=None, shift_labels=None, ignore_inde
 class TitansForSequenceClassification(GenericForSequenceClassification, TitansPreTrainedModel):
     """A Titans model with a classifier on each row's last token."""
 
+    def __init__(self, config: TitansConfig):
+        # transformers' mixin would ask AutoModel for the base model, which in a checkpoint's own code it may not load.
+        TitansPreTrainedModel.__init__(self, config)
+        self.num_labels = config.num_labels
+        self.model = TitansModel(config)
+        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
+        self.post_init()
+
 
 class TitansForTokenClassification(GenericForTokenClassification, TitansPreTrainedModel):
     """A Titans model with a classifier on every token."""
+
+    def __init__(self, config: TitansConfig):
+        TitansPreTrainedModel.__init__(self, config)
+        self.num_labels = config.num_labels
+        self.model = TitansModel(config)
+        self.dropout = nn.Dropout(0.1)
+        self.score = nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()
 
 
 __all__ = [

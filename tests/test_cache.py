@@ -61,7 +61,7 @@ def assert_same_state(actual: TitansCache, expected: TitansCache, ratio: float) 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_split_at_every_length(option):
     model = tiny_model(dtype=F64, **OPTIONS[option])
-    ids = random_ids(2, 2 * CHUNK + 1 + LATER.shape[1])
+    ids = random_ids(2, 2 * CHUNK + 8)
     whole = logits_of(model, ids)
     for length in range(1, 2 * CHUNK + 2):
         cache = cache_after(model, ids[:, :length])
@@ -214,6 +214,17 @@ def test_a_call_never_changes_tensors_in_place():
     feed(model, cache, random_ids(2, 9))
     for name, (tensor, value) in before.items():
         assert torch.equal(tensor, value), name
+
+
+def test_token_that_closes_no_chunk_copies_no_weights():
+    model = tiny_model()
+    cache = cache_after(model, random_ids(1, CHUNK))
+    before = [w.data_ptr() for layer in cache.layers for w in layer.state.memory.weights]
+    for token in random_ids(1, CHUNK - 1).split(1, 1):
+        feed(model, cache, token)
+        assert [w.data_ptr() for layer in cache.layers for w in layer.state.memory.weights] == before
+    feed(model, cache, random_ids(1, 1))
+    assert before[0] != cache.layers[0].state.memory.weights[0].data_ptr()
 
 
 @pytest.mark.parametrize("option", ["default", "no_conv", "persistent_0"])

@@ -79,8 +79,8 @@ def test_assistant_equals_greedy(assistant, drafted, cache_lengths):
     helper.generation_config.num_assistant_tokens_schedule = "constant"
     helper.generation_config.assistant_confidence_threshold = 0
     ids = random_ids(1, 9)
-    expected = model.generate(ids, max_new_tokens=50, **ENDLESS)
-    generated = model.generate(ids, max_new_tokens=50, assistant_model=helper, **ENDLESS)
+    expected = model.generate(ids, max_new_tokens=30, **ENDLESS)
+    generated = model.generate(ids, max_new_tokens=30, assistant_model=helper, **ENDLESS)
     assert torch.equal(generated, expected)
     assert (max(cache_lengths) > 0) == (assistant != "same") or drafted == 1
 

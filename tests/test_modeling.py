@@ -18,6 +18,7 @@ from transformers_titans import (
     TitansForTokenClassification,
     TitansModel,
 )
+from transformers_titans.memory_layer import ALPHA_START, ETA_START, start_weight_std, theta_start
 
 
 MODELS = {
@@ -146,13 +147,12 @@ def test_auto_classes_build_and_load(auto_class, model_class, tmp_path):
 def test_initial_gates_and_start_weights(option):
     config = tiny_config(**OPTIONS[option])
     memory = TitansForCausalLM(config).model.layers[0].memory
-    theta = -3.0 if option == "depth_3" else -2.0
-    assert torch.equal(memory.theta_proj.bias, torch.full((2,), theta))
-    assert torch.equal(memory.alpha_proj.bias, torch.full((2,), -7.0))
-    assert torch.equal(memory.eta_proj.bias, torch.zeros(2))
+    starts = {"theta_proj": theta_start(config.memory_depth), "alpha_proj": ALPHA_START, "eta_proj": ETA_START}
+    for gate, start in starts.items():
+        assert torch.equal(getattr(memory, gate).bias, torch.full((2,), start)), gate
     assert memory.theta_proj.weight.std().item() == pytest.approx(config.initializer_range, rel=0.5)
-    assert memory.start_weights[0].std().item() == pytest.approx(1.0, rel=0.1)
-    assert memory.start_weights[-1].std().item() == pytest.approx(1.5 * 32**-0.5, rel=0.1)
+    for layer, weight in enumerate(memory.start_weights()):
+        assert weight.std().item() == pytest.approx(start_weight_std(layer, weight.shape[1]), rel=0.1)
 
 
 def test_tied_weights_are_one_tensor_and_stored_once(tmp_path):
@@ -298,6 +298,34 @@ def test_cache_is_made_in_evaluation_and_on_request_only():
     model.train()
     assert model(ids).cache is None
     assert isinstance(model(ids, use_cache=True).cache, TitansCache)
+
+
+def test_cache_under_its_older_name_is_not_ignored():
+    # transformers' own models take `past_key_values` for `cache` until 5.40.
+    model = tiny_model()
+    ids = random_ids(1, 12)
+    cache = TitansCache(model.config)
+    logits_of(model, ids[:, :7], cache=cache)
+    expected = logits_of(model, ids)[:, 7:]
+    assert_close("logits", logits_of(model, ids[:, 7:], past_key_values=cache), expected, 1e-5)
+
+
+@pytest.mark.parametrize("option", ["default", "persistent_0", "no_conv", "no_norm"])
+def test_layers_may_be_offloaded(option, tmp_path):
+    model = tiny_model(**OPTIONS[option])
+    model.save_pretrained(tmp_path / "model")
+    places = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk"}
+    places |= {"model.norm": "cpu", "lm_head": "cpu"}
+    offloaded = TitansForCausalLM.from_pretrained(
+        tmp_path / "model", device_map=places, offload_folder=tmp_path / "offload"
+    )
+    ids = torch.tensor([[5, 9, 14, 7] * 4])
+    assert torch.equal(logits_of(offloaded, ids), logits_of(model, ids))
+    arguments = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None}
+    expected = model.generate(ids, **arguments)
+    assert torch.equal(offloaded.generate(ids, **arguments), expected)
+    # A rollback lets the layers read again what they have read before.
+    assert torch.equal(offloaded.generate(ids, prompt_lookup_num_tokens=3, **arguments), expected)
 
 
 def test_config_of_a_checkpoint_says_which_class_saved_it(tmp_path):

@@ -21,6 +21,7 @@ from transformers_titans import (
     TitansForSequenceClassification,
     TitansForTokenClassification,
 )
+from transformers_titans.memory_layer import ALPHA_START
 
 
 PACKAGE = Path(transformers_titans.__file__).parent
@@ -81,10 +82,9 @@ def assert_complete(folder: Path) -> None:
 
 
 def save_everything(folder: Path) -> TitansForCausalLM:
-    """Saves a model, a classifier, and what the model computes, for another process to compare."""
+    """Saves a model and what it computes, for another process to compare."""
     model = tiny_model()
     model.save_pretrained(folder / "model")
-    tiny_model(TitansForSequenceClassification, num_labels=3).save_pretrained(folder / "classifier")
     ids = random_ids(2, 11)
     cache = TitansCache(model.config)
     logits = logits_of(model, ids, cache=cache)
@@ -128,10 +128,7 @@ def test_trainer_checkpoint_carries_the_code(tmp_path):
 def test_a_checkpoint_loads_without_the_package(tmp_path):
     save_everything(tmp_path)
     script = f"""
-        from transformers import (
-            AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification,
-            AutoModelForTokenClassification,
-        )
+        from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
         root = {str(tmp_path)!r}
         expected = torch.load(root + "/expected.pt")
         ids, arguments = expected["ids"], dict(max_new_tokens=12, do_sample=False, eos_token_id=None)
@@ -160,15 +157,48 @@ def test_a_checkpoint_loads_without_the_package(tmp_path):
         check(root + "/again")
         base = AutoModel.from_pretrained(root + "/model", trust_remote_code=True)
         assert torch.equal(base.embed_tokens.weight, model.model.embed_tokens.weight)
-        classifier = AutoModelForSequenceClassification.from_pretrained(root + "/classifier", trust_remote_code=True)
-        assert classifier(ids).logits.shape == (2, 3)
-        tokens = AutoModelForTokenClassification.from_pretrained(root + "/model", trust_remote_code=True)
-        assert tokens(ids).logits.shape[:2] == (2, 11)
         assert not any(name.split(".")[0] in ("transformers_titans", "triton") for name in sys.modules)
         print("done")
     """
     assert run(script, tmp_path, blocked=True).endswith("done\n")
     assert_complete(tmp_path / "again")
+
+
+def test_classifiers_and_incomplete_checkpoints_load_without_the_package(tmp_path):
+    ids = random_ids(2, 11)
+    missing = "model.layers.0.memory.alpha_proj.bias"
+    incomplete = tiny_model()
+    tensors = incomplete.state_dict()
+    tensors.pop(missing)
+    incomplete.save_pretrained(tmp_path / "incomplete", state_dict=tensors)
+    sequence = tiny_model(TitansForSequenceClassification, num_labels=3)
+    token = tiny_model(TitansForTokenClassification, num_labels=3)
+    sequence.save_pretrained(tmp_path / "sequence")
+    token.save_pretrained(tmp_path / "token")
+    expected = {"ids": ids, "sequence": logits_of(sequence, ids), "token": logits_of(token, ids)}
+    torch.save(expected, tmp_path / "expected.pt")
+    script = f"""
+        from safetensors.torch import load_file
+        from transformers import (
+            AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
+        )
+        root = {str(tmp_path)!r}
+        state = AutoModelForCausalLM.from_pretrained(root + "/incomplete", trust_remote_code=True).state_dict()
+        saved = load_file(root + "/incomplete/model.safetensors")
+        assert state.keys() - saved.keys() == {{{missing!r}}}
+        assert all(torch.equal(state[name], tensor) for name, tensor in saved.items())
+        assert state[{missing!r}].tolist() == {[ALPHA_START] * 2}, state[{missing!r}]
+        expected = torch.load(root + "/expected.pt")
+        for kind, auto in (
+            ("sequence", AutoModelForSequenceClassification), ("token", AutoModelForTokenClassification)
+        ):
+            model = auto.from_pretrained(root + "/" + kind, trust_remote_code=True)
+            assert type(model).__module__.startswith("transformers_modules")
+            with torch.no_grad():
+                assert torch.equal(model(expected["ids"]).logits, expected[kind])
+        print("done")
+    """
+    assert run(script, tmp_path, blocked=True).endswith("done\n")
 
 
 def test_package_and_checkpoints_copy_work_in_one_process(tmp_path):
@@ -198,26 +228,6 @@ def test_package_and_checkpoints_copy_work_in_one_process(tmp_path):
     assert run(script, tmp_path).endswith("done\n")
 
 
-def test_a_missing_key_is_initialised_in_remote_code_as_in_the_package(tmp_path):
-    from safetensors.torch import load_file, save_file
-
-    save_everything(tmp_path)
-    file = tmp_path / "model" / "model.safetensors"
-    tensors = load_file(file)
-    name = "model.layers.0.memory.alpha_proj.bias"
-    tensors.pop(name)
-    save_file(tensors, file, metadata={"format": "pt"})
-    script = f"""
-        from transformers import AutoModelForCausalLM
-        from safetensors.torch import load_file
-        model = AutoModelForCausalLM.from_pretrained({str(tmp_path / "model")!r}, trust_remote_code=True)
-        saved, state = load_file({str(file)!r}), model.state_dict()
-        assert all(torch.equal(state[name], tensor) for name, tensor in saved.items())
-        print(state[{name!r}].tolist())
-    """
-    assert run(script, tmp_path, blocked=True).endswith("[-7.0, -7.0]\n")
-
-
 @pytest.mark.parametrize(
     "first",
     [
@@ -225,13 +235,12 @@ def test_a_missing_key_is_initialised_in_remote_code_as_in_the_package(tmp_path)
         "from transformers import AutoModelForCausalLM, AutoConfig; import transformers_titans",
         "from transformers_titans.modeling_titans import TitansForCausalLM\n"
         "from transformers import AutoModelForCausalLM, AutoConfig",
-        "from transformers_titans import TitansCache; from transformers import AutoModelForCausalLM, AutoConfig",
         "from transformers_titans.memory_ops import neural_memory\n"
         "from transformers import AutoModelForCausalLM, AutoConfig",
         "import transformers_titans, importlib; importlib.reload(transformers_titans)\n"
         "from transformers import AutoModelForCausalLM, AutoConfig",
     ],
-    ids=["package_first", "auto_first", "modeling", "cache", "op", "reload"],
+    ids=["package_first", "auto_first", "modeling", "op", "reload"],
 )
 def test_importing_the_package_registers_the_models(first, tmp_path):
     script = f"""
