@@ -95,8 +95,9 @@ class TitansConfig(PreTrainedConfig):
             How a token is compared with kept memories.
 
     Raises:
-        ValueError: if a field has a value that is not allowed, or one that this version cannot build yet, and for
-            unknown names that begin like a field of this model.
+        StrictDataclassError: (huggingface_hub's) if a field has a type or value that is not allowed, or one that this
+            version cannot build yet.
+        ValueError: for unknown names that begin like a field of this model.
 
     ```python
     >>> from transformers_titans import TitansConfig, TitansForCausalLM

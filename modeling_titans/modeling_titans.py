@@ -184,7 +184,8 @@ class TitansModel(TitansPreTrainedModel):
                 goes back to the learned start state. None: each row goes on.
             cache: the memory of what was read before; it is advanced in place. None: every row starts afresh.
             use_cache: whether to make a cache; None: `config.use_cache`, but none where a backward may follow. A
-                cache that is passed is always advanced. Gradient checkpointing does not interfere.
+                cache that is passed is always advanced, once, also under gradient checkpointing; the reentrant kind
+                cuts the gradient through the states.
             output_surprise: whether to return `TitansModelOutput.surprise`.
             kwargs: ``cu_seq_lens_q`` or ``seq_idx``: document borders as transformers' padding-free collators give
                 them; ``output_hidden_states``, ``return_dict``.

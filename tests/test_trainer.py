@@ -418,9 +418,6 @@ def test_a_carried_memory_refuses_what_would_break_it(tmp_path):
     streams = StreamDataset(documents, CONTEXT_LENGTH, 2)
     with pytest.raises(ValueError, match="train_sampling_strategy must be 'sequential'"):
         make_trainer(tiny_model(), training_arguments(tmp_path), streams, callbacks=[CarryMemory()])
-    with pytest.raises(ValueError, match="activation_checkpointing must be False"):
-        args = carrying_arguments(tmp_path, activation_checkpointing=True)
-        make_trainer(tiny_model(), args, streams, callbacks=[CarryMemory()])
     args = carrying_arguments(tmp_path, max_steps=1, per_device_train_batch_size=4)
     with pytest.raises(ValueError, match="num_streams must be rows of a batch x processes = 4 x 1, got 2"):
         make_trainer(tiny_model(), args, streams, callbacks=[CarryMemory()]).train()
@@ -430,11 +427,22 @@ def test_a_carried_memory_refuses_what_would_break_it(tmp_path):
         make_trainer(tiny_model(), args, rows, callbacks=[CarryMemory()]).train()
     with pytest.raises(ValueError, match="must be a StreamDataset"):
         make_trainer(tiny_model(), args, streams, rows, callbacks=[CarryMemory()]).evaluate()
-    model = tiny_model()
-    trainer = carrying_trainer(model, args, documents)
-    model.activation_checkpointing_enable()
-    with pytest.raises(ValueError, match="activation checkpointing must be off"):
+
+
+def test_recomputing_activations_does_not_write_the_memory_twice(tmp_path):
+    documents = random_documents([60, 60])
+
+    def run(**overrides):
+        args = carrying_arguments(tmp_path / str(len(overrides)), max_steps=4, **overrides)
+        trainer = carrying_trainer(tiny_model(), args, documents)
         trainer.train()
+        assert trainer.model.is_activation_checkpointing == bool(overrides)
+        return logged_losses(trainer), trainer.model
+
+    plain, recomputed = run(), run(activation_checkpointing=True)
+    assert recomputed[0] == plain[0] and len(plain[0]) == 4
+    for one, other in zip(plain[1].parameters(), recomputed[1].parameters(), strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-7)
 
 
 def test_rows_need_their_shifted_labels(tmp_path):

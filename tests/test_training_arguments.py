@@ -93,7 +93,6 @@ def test_required_arguments_and_the_file_must_be_there(tmp_path):
 @pytest.mark.parametrize(
     "word, message",
     [
-        ("activation_checkpointing=true", "activation_checkpointing must be False"),
         ("auto_find_batch_size=true", "auto_find_batch_size must be False"),
         ("torch_compile=true", "torch_compile must be False"),
         ("dataloader_in_order=false", "dataloader_in_order must be True"),

@@ -171,7 +171,6 @@ def check_names(what: str, names: Iterable[str], allowed: Iterable[str]) -> None
 def check_carry_arguments(args: TrainingArguments) -> None:
     """Raises a ValueError if the training arguments do not allow the memory to be carried from batch to batch."""
     needs = {
-        "activation_checkpointing": (bool(args.activation_checkpointing), False, "recomputation would write twice"),
         "torch_compile": (bool(args.torch_compile), False, "the memory is handed on outside the compiled graph"),
         "auto_find_batch_size": (bool(args.auto_find_batch_size), False, "the rows of a batch are fixed streams"),
         "accelerator_config.split_batches": (args.accelerator_config.split_batches, False, "rows would be reordered"),

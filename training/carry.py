@@ -180,8 +180,6 @@ class CarryMemory(TrainerCallback):
     def _hand_in(self, model, args, kwargs):
         if "shift_labels" not in kwargs or kwargs.get("cache") is not None:
             return None
-        if model.training and model.is_activation_checkpointing:
-            raise ValueError("activation checkpointing must be off when the memory is carried: it would write twice")
         cache = self.caches.setdefault("train" if model.training else "eval", TitansCache(model.config))
         return args, {**kwargs, "cache": cache, "use_cache": True}
 
