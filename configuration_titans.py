@@ -24,9 +24,9 @@ CHOICES = {
     "memory_gate_granularity": (("token", "chunk"), ("token",)),
     "memory_forget_to": (("zero", "start"), ("zero", "start")),
     "memory_caching": ((None, "residual", "grm", "soup", "ssc", "average"), (None,)),
-    "cache_initialization": (("checkpoint", "independent"), ("checkpoint", "independent")),
-    "cache_segmentation": (("constant", "logarithmic"), ("constant", "logarithmic")),
-    "connector": (("projection", "query"), ("projection", "query")),
+    "cache_initialization": (("checkpoint", "independent"), ("checkpoint",)),
+    "cache_segmentation": (("constant", "logarithmic"), ("constant",)),
+    "connector": (("projection", "query"), ("projection",)),
 }
 
 # Prefixes of names that belong to this model alone: an unknown one is a misspelling, not somebody's extra attribute.

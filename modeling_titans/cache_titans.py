@@ -72,7 +72,7 @@ class TitansCacheLayer(CacheLayerMixin):
 
     def advance(self, state: NeuralMemoryState, inputs: torch.Tensor) -> None:
         """Stores the state after a call with these inputs (B, T, hidden_size)."""
-        self._store(state, is_first=not self.is_initialized)
+        self._store(state, is_first=self.state is None)
         self.columns += inputs.shape[1]
         self.is_initialized = True
         if self.record_past:
@@ -237,9 +237,9 @@ class TitansCache(DynamicCache):
     def crop(self, tokens_to_remove: int) -> None:
         """Takes back the last ``-tokens_to_remove`` columns, exactly: what follows is as if they had not been fed.
 
-        Columns can be taken back as far as to where `activate_past_recording` or the last `crop` was called; each
-        `crop`, also by 0, makes the point it arrives at the new limit. The memory reads the recorded columns that are
-        left again in the next forward.
+        Columns can be taken back as far as to where recording began: at `activate_past_recording`, and anew at
+        ``crop(0)`` and at the first call after any other `crop`, in which the memory reads the recorded columns that
+        are left once more.
 
         Args:
             tokens_to_remove: 0 or a negative number of columns.

@@ -247,3 +247,14 @@ def test_recording_ends_with_the_flag():
     feed(model, cache, 7, 12)
     assert not cache.is_recording and cache.recorded is None
     assert_as_if_never_fed(model, cache, 12)
+
+
+def test_a_cache_cropped_to_nothing_is_no_view_of_the_parameters():
+    model = tiny_model(num_persistent_tokens=0)
+    cache = TitansCache(model.config)
+    cache.activate_past_recording()
+    logits_of(model, IDS[:1, :2], cache=cache)
+    cache.crop(-2)
+    logits_of(model, IDS[:1, :2], cache=cache)
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    assert not any(t.untyped_storage().data_ptr() in parameters for _, t in iterate_tensors(cache.layers[0].tree()))

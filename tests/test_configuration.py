@@ -48,13 +48,18 @@ EVERY_FIELD = {
     "memory_norm": False,
     "memory_conv_kernel_size": 0,
     "cache_segment_length": 18,
-    "cache_initialization": "independent",
-    "cache_segmentation": "logarithmic",
     "cache_top_k": 4,
-    "connector": "query",
 }
 # What this version builds only one way.
-SINGLE_CHOICE = {"variant", "memory_rule", "memory_gate_granularity", "memory_caching"}
+SINGLE_CHOICE = {
+    "variant",
+    "memory_rule",
+    "memory_gate_granularity",
+    "memory_caching",
+    "cache_initialization",
+    "cache_segmentation",
+    "connector",
+}
 
 
 def fields_of(config) -> dict:
@@ -165,6 +170,9 @@ def test_unknown_word_is_refused_with_the_allowed_ones(name):
         *[("memory_rule", word) for word in ("dla", "linear_attention", "swla")],
         ("memory_gate_granularity", "chunk"),
         *[("memory_caching", word) for word in WORDS["memory_caching"]],
+        ("cache_initialization", "independent"),
+        ("cache_segmentation", "logarithmic"),
+        ("connector", "query"),
     ],
 )
 def test_value_that_is_not_built_yet_is_refused(name, value):
