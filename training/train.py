@@ -84,6 +84,8 @@ def train(model_args: ModelArguments, data_args: DataArguments, training_args: T
     metrics = run(trainer, checkpoint)
     if trainer.is_world_process_zero():
         write_model_card(training_args.output_dir, model, data_args, metrics)
+    trainer.accelerator.wait_for_everyone()
+    trainer.end()
     return metrics
 
 
