@@ -18,6 +18,7 @@ from transformers_titans import TitansCache, TitansConfig, TitansForCausalLM
 from transformers_titans.training.carry import MEMORY_FOLDER, CarryMemory, StreamDataset
 from transformers_titans.training.data import DOCUMENT_FEATURES, RowCollator, cut_documents, pack_documents
 from transformers_titans.training.evaluation import compare_memory, row_losses, stream_loss, token_metrics
+from transformers_titans.training.train import finish
 
 
 VOCAB_SIZE = 40
@@ -258,7 +259,7 @@ def train_and_evaluate_four_streams(output_dir: str) -> None:
     results = {"losses": logged_losses(trainer), "nats": metrics["eval_nats_per_token"], "resumed": trainer.evaluate()}
     if trainer.is_world_process_zero():
         (Path(output_dir) / "results.json").write_text(json.dumps(results))
-    trainer.accelerator.wait_for_everyone()
+    finish(trainer)
 
 
 def test_two_processes_train_as_one_does(tmp_path):
@@ -478,6 +479,3 @@ def test_a_stream_read_in_windows_equals_one_call():
 
 if __name__ == "__main__":
     train_and_evaluate_four_streams(sys.argv[1])
-    # Without the process group's teardown: torch's gloo joins a worker thread while it holds the lock of the
-    # interpreter, which that thread may be waiting for.
-    os._exit(0)

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains a causal language model: ``python -m transformers_titans.training.train config.yaml [key=value ...]``."""
 
+import gc
 import logging
 import sys
 from pathlib import Path
@@ -84,8 +85,7 @@ def train(model_args: ModelArguments, data_args: DataArguments, training_args: T
     metrics = run(trainer, checkpoint)
     if trainer.is_world_process_zero():
         write_model_card(training_args.output_dir, model, data_args, metrics)
-    trainer.accelerator.wait_for_everyone()
-    trainer.end()
+    finish(trainer)
     return metrics
 
 
@@ -221,6 +221,15 @@ def run(trainer: Trainer, checkpoint: str | None) -> dict[str, float]:
         trainer.save_metrics("eval", eval_metrics)
         metrics.update(eval_metrics)
     return metrics
+
+
+def finish(trainer: Trainer) -> None:
+    """Ends the trainer's trackers and its process group; it cannot be used afterwards."""
+    # The distributed wrapper must go first: a gloo group that dies with it can wait for its own thread for ever.
+    trainer.model_wrapped = trainer.model
+    trainer.accelerator.free_memory()
+    gc.collect()
+    trainer.end()
 
 
 if __name__ == "__main__":
