@@ -33,6 +33,7 @@ setup(
         "huggingface_hub",
         "jinja2",
         "numpy",
+        "pyyaml",
         "safetensors",
         "tensorboard",
         "tokenizers",

@@ -421,14 +421,15 @@ def _read_file(file: Path, device) -> tuple[dict[str, torch.Tensor], dict]:
     if not file.is_file():
         raise ValueError(f"no memory file at {file}; TitansCache.save_pretrained writes {CACHE_FILE}")
     try:
-        with safe_open(file, framework="pt", device=str(device)) as handle:
+        with safe_open(file, framework="pt") as handle:
             metadata = handle.metadata() or {}
             if metadata.get("format") != FORMAT:
                 raise ValueError(
                     f"{file} is not a Titans memory file: its format is {metadata.get('format')!r}, not {FORMAT!r}"
                 )
             # Copied: inside the file's map a tensor may lie at any address, which changes how its products round.
-            return {name: handle.get_tensor(name).clone() for name in handle.keys()}, json.loads(metadata["cache"])
+            tensors = {name: handle.get_tensor(name).clone().to(device) for name in handle.keys()}
+            return tensors, json.loads(metadata["cache"])
     except (SafetensorError, json.JSONDecodeError, KeyError) as error:
         raise ValueError(f"{file} is damaged and cannot be read as a Titans memory: {error}") from error
 

@@ -328,3 +328,11 @@ def test_memory_of_another_model_is_refused_with_the_field(overrides, said, save
     cache = TitansCache.from_pretrained(saved)
     with pytest.raises(ValueError, match=said):
         logits_of(tiny_model(**overrides), LATER, cache=cache)
+
+
+def test_a_device_may_be_named_with_its_index(tmp_path):
+    model = tiny_model()
+    cache = TitansCache(model.config)
+    plain(model, cache)
+    cache.save_pretrained(tmp_path)
+    assert_same_cache(TitansCache.from_pretrained(tmp_path, device="cpu:0"), cache)
