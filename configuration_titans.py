@@ -19,15 +19,19 @@ AUTO_MAP = {
 
 # Each field of fixed words: (what it may say, what this version can build).
 CHOICES = {
-    "variant": (("lmm", "mal", "mag", "mac"), ("lmm",)),
+    "variant": (("lmm", "mal", "mag", "mac"), ("lmm", "mal", "mag", "mac")),
+    "memory_gating": (("silu", "sigmoid"), ("silu", "sigmoid")),
     "memory_rule": (("titans", "dla", "linear_attention", "swla"), ("titans",)),
-    "memory_gate_granularity": (("token", "chunk"), ("token",)),
+    "memory_gate_granularity": (("token", "chunk"), ("token", "chunk")),
     "memory_forget_to": (("zero", "start"), ("zero", "start")),
     "memory_caching": ((None, "residual", "grm", "soup", "ssc", "average"), (None,)),
     "cache_initialization": (("checkpoint", "independent"), ("checkpoint",)),
     "cache_segmentation": (("constant", "logarithmic"), ("constant",)),
     "connector": (("projection", "query"), ("projection",)),
 }
+
+# Those whose frequencies do not depend on the length of the text.
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 # Prefixes of names that belong to this model alone: an unknown one is a misspelling, not somebody's extra attribute.
 OWN_PREFIXES = ("memory_", "cache_", "segment_", "num_persistent_")
@@ -41,15 +45,21 @@ class TitansConfig(PreTrainedConfig):
 
     Args:
         variant (`str`, *optional*, defaults to `"lmm"`):
-            The architecture: `"lmm"` (the memory alone, Titans section 4.3). `"mal"`, `"mag"` and `"mac"` are
-            reserved and refused until they are built.
+            The architecture (Titans, section 4): `"lmm"`, the memory alone; `"mal"`, memory as a layer in front of
+            sliding-window attention; `"mag"`, memory as a gate of sliding-window attention; `"mac"`, memory as a
+            context of attention inside segments.
         sliding_window (`int`, *optional*, defaults to 512):
-            Number of keys, its own included, that a token's attention sees (`mal`, `mag`).
+            Number of keys that a token's attention sees in `mal` and `mag`: its own and the `sliding_window - 1` in
+            front of it. Persistent tokens come on top.
         segment_length (`int`, *optional*, defaults to 512):
-            Tokens in a segment (`mac`).
+            Tokens in a segment of `mac`, a multiple of `memory_chunk_size`. Attention ends at the segment's borders.
         num_persistent_tokens (`int`, *optional*, defaults to 4):
-            Learned tokens in front of every sequence, per layer (Titans section 3.3). The memory reads them first: the
-            state behind them is the state in which every document starts.
+            Learned tokens in front of every sequence, per layer (Titans section 3.3), at no position and visible to
+            every token. Except in `mac` the memory reads them first too: the state behind them is the state in which
+            every document starts.
+        memory_gating (`str`, *optional*, defaults to `"silu"`):
+            How `mag` and `mac` combine attention y and memory m, which the paper leaves open (Titans eq. 25 and 28):
+            RMSNorm(y) * SiLU(RMSNorm(m)), or with the logistic function for `"sigmoid"`.
         memory_num_heads (`int`, *optional*):
             Independent memories per layer; defaults to `num_attention_heads`.
         memory_head_dim (`int`, *optional*):
@@ -68,7 +78,8 @@ class TitansConfig(PreTrainedConfig):
         memory_forgetting (`bool`, *optional*, defaults to `True`):
             Whether the memory forgets (Titans eq. 13). If not, alpha = 0.
         memory_gate_granularity (`str`, *optional*, defaults to `"token"`):
-            Whether each token or each chunk has its own gates.
+            `"token"`: each token has its own step size, forgetting and momentum decay. `"chunk"`: all tokens of a
+            chunk use those of the chunk's first token (Titans section 3.2).
         memory_max_lr (`float`, *optional*, defaults to 1.0):
             Upper bound of the inner step size theta.
         memory_max_forget (`float`, *optional*, defaults to 0.5):
@@ -115,12 +126,17 @@ class TitansConfig(PreTrainedConfig):
     intermediate_size: int = 2048
     num_hidden_layers: int = 12
     num_attention_heads: int = 12
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
     hidden_act: str = "silu"
     max_position_embeddings: int = 32768
     initializer_range: float = 0.02
     rms_norm_eps: float = 1e-6
     use_cache: bool = True
     tie_word_embeddings: bool = False
+    rope_parameters: dict | None = None
+    attention_bias: bool = False
+    attention_dropout: float | int = 0.0
     pad_token_id: int | None = None
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
@@ -129,6 +145,7 @@ class TitansConfig(PreTrainedConfig):
     sliding_window: int = 512
     segment_length: int = 512
     num_persistent_tokens: int = 4
+    memory_gating: str = "silu"
     memory_num_heads: int | None = None
     memory_head_dim: int | None = None
     memory_depth: int = 2
@@ -153,6 +170,10 @@ class TitansConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs):
         _refuse_misspelled(kwargs, type(self).__dataclass_fields__)
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        if self.head_dim is None:
+            self.head_dim = self.hidden_size // max(self.num_attention_heads, 1)
         if self.memory_num_heads is None:
             self.memory_num_heads = self.num_attention_heads
         if self.memory_head_dim is None:
@@ -174,9 +195,9 @@ class TitansConfig(PreTrainedConfig):
         """Part of `@strict`-powered validation: numbers and their lower bounds."""
         bounds = {
             1: (
-                "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads sliding_window"
-                " segment_length memory_num_heads memory_head_dim memory_depth memory_expansion memory_chunk_size"
-                " cache_segment_length cache_top_k"
+                "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads"
+                " memory_num_heads memory_head_dim head_dim sliding_window segment_length memory_depth"
+                " memory_expansion memory_chunk_size cache_segment_length cache_top_k"
             ),
             0: "num_persistent_tokens memory_conv_kernel_size",
         }
@@ -184,6 +205,29 @@ class TitansConfig(PreTrainedConfig):
             for name in names.split():
                 if getattr(self, name) < least:
                     raise ValueError(f"{name} must be >= {least}, got {getattr(self, name)}")
+
+    def validate_attention(self):
+        """Part of `@strict`-powered validation: heads, rotary embedding, dropout, segments."""
+        if self.num_attention_heads % max(self.num_key_value_heads, 1):
+            raise ValueError(
+                f"num_key_value_heads must divide num_attention_heads={self.num_attention_heads}, "
+                f"got {self.num_key_value_heads}"
+            )
+        if self.variant != "lmm" and self.head_dim % 2:
+            raise ValueError(f"head_dim must be even for rotary embeddings, got {self.head_dim}")
+        if not 0 <= self.attention_dropout < 1:
+            raise ValueError(f"attention_dropout must be >= 0 and < 1, got {self.attention_dropout}")
+        rope_type = (self.rope_parameters or {}).get("rope_type", "default")
+        if rope_type not in ROPE_TYPES:
+            raise ValueError(f"rope_parameters['rope_type'] must be one of {ROPE_TYPES}, got {rope_type!r}")
+        if (self.rope_parameters or {}).get("partial_rotary_factor", 1.0) != 1.0:
+            factor = self.rope_parameters["partial_rotary_factor"]
+            raise ValueError(f"rope_parameters['partial_rotary_factor'] must be 1.0, got {factor!r}")
+        if self.variant == "mac" and self.segment_length % max(self.memory_chunk_size, 1):
+            raise ValueError(
+                f"segment_length must be a multiple of memory_chunk_size={self.memory_chunk_size} in variant 'mac', "
+                f"got {self.segment_length}"
+            )
 
     def validate_memory(self):
         """Part of `@strict`-powered validation: the ranges of the memory's gates."""

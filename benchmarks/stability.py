@@ -70,7 +70,7 @@ def growth(model: TitansForCausalLM, tokens: torch.Tensor) -> dict[str, float]:
     hidden = (one.last_hidden_state - other.last_hidden_state).square().mean(-1).sqrt()
     weights, norms = [], []
     for a, b in zip(one.cache.layers, other.cache.layers, strict=True):
-        for w, v in zip(a.state.memory.weights, b.state.memory.weights, strict=True):
+        for w, v in zip(a.state.memory.memory.weights, b.state.memory.memory.weights, strict=True):
             weights.append((w - v).square().mean().sqrt().item() / CHANGE)
             norms.append(w.square().mean().sqrt().item())
     return {

@@ -13,7 +13,16 @@ import sys
 import types
 
 
-_NEEDS_TRANSFORMERS = ("configuration_titans", "cache_titans", "generation_titans", "memory_layer", "modeling_titans")
+_NEEDS_TRANSFORMERS = (
+    "attention_titans",
+    "cache_titans",
+    "configuration_titans",
+    "decoder_layer",
+    "generation_titans",
+    "layer_plan",
+    "memory_layer",
+    "modeling_titans",
+)
 
 
 def register(package: str) -> None:

@@ -14,34 +14,21 @@ from safetensors.torch import save_file
 from transformers.cache_utils import CacheLayerMixin, DynamicCache
 
 from .call_plan import Columns, Progress
-from .memory_state import MemoryState, NeuralMemoryState, PendingTokens, iterate_tensors, map_tensors
+from .layer_state import VARIANT_GEOMETRY, TitansLayerState, state_from_tensors
+from .memory_state import iterate_tensors, map_tensors
 
 
 CACHE_FILE = "titans_cache.safetensors"
 FORMAT = "titans_cache/1"
 
-# The config fields that give a cache its shape and meaning.
-GEOMETRY = (
-    "variant",
-    "num_hidden_layers",
-    "hidden_size",
-    "memory_num_heads",
-    "memory_head_dim",
-    "memory_depth",
-    "memory_expansion",
-    "memory_chunk_size",
-    "memory_conv_kernel_size",
-    "memory_rule",
-)
-
 
 class TitansCacheLayer(CacheLayerMixin):
-    """One layer's memory state, and while past recording is on the layer's inputs since a state to go back to.
+    """One block's state, and while past recording is on the layer's inputs since a state to go back to.
 
     Attributes:
         state: the state after all columns fed; None before the first, or after a crop until the next forward has
             rebuilt it.
-        inputs: (B, R, hidden_size) inputs of the memory since recording began, or None.
+        inputs: (B, R, hidden_size) inputs of the block since recording began, or None.
         marks: states on the way, each with the number of inputs before it; the first one is where recording began.
             None stands for the start state.
         columns: columns fed, padding included.
@@ -53,24 +40,24 @@ class TitansCacheLayer(CacheLayerMixin):
 
     def __init__(self):
         super().__init__()
-        self.state: NeuralMemoryState | None = None
+        self.state: TitansLayerState | None = None
         self.inputs: torch.Tensor | None = None
-        self.marks: list[tuple[int, NeuralMemoryState | None]] = [(0, None)]
+        self.marks: list[tuple[int, TitansLayerState | None]] = [(0, None)]
         self.columns = 0
         self.record_past = False
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        raise NotImplementedError("a Titans memory layer is initialised by its first forward")
+        raise NotImplementedError("a Titans layer's state is initialised by its first forward")
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
-        raise NotImplementedError("a Titans memory layer stores a memory state, not keys and values")
+        raise NotImplementedError("a Titans block hands its whole state over, it does not update keys and values")
 
     @property
     def needs_replay(self) -> bool:
         """Whether a crop has left inputs that the memory must read again."""
         return self.state is None and self.inputs is not None
 
-    def advance(self, state: NeuralMemoryState, inputs: torch.Tensor) -> None:
+    def advance(self, state: TitansLayerState, inputs: torch.Tensor) -> None:
         """Stores the state after a call with these inputs (B, T, hidden_size)."""
         self._store(state, is_first=self.state is None)
         self.columns += inputs.shape[1]
@@ -89,12 +76,12 @@ class TitansCacheLayer(CacheLayerMixin):
         """Recording begins at the present state."""
         self.marks, self.inputs = [(0, self.state if self.record_past else None)], None
 
-    def replayed(self, state: NeuralMemoryState) -> None:
+    def replayed(self, state: TitansLayerState) -> None:
         """Stores the state that reading the inputs behind the last mark again has given."""
         self._store(state, is_first=self.marks[-1][1] is None)
         self.rebase()
 
-    def _store(self, state: NeuralMemoryState, is_first: bool) -> None:
+    def _store(self, state: TitansLayerState, is_first: bool) -> None:
         # A first state may consist of the model's own parameters, as views.
         self.state = map_tensors(_copied if is_first else _owned, state)
 
@@ -178,7 +165,7 @@ class TitansCache(DynamicCache):
     model_type = "titans"
 
     def __init__(self, config):
-        self._setup({name: getattr(config, name) for name in GEOMETRY})
+        self._setup({name: getattr(config, name) for name in VARIANT_GEOMETRY[config.variant]})
 
     def _setup(self, geometry: dict) -> None:
         layers = [TitansCacheLayer() for _ in range(geometry["num_hidden_layers"])]
@@ -193,12 +180,6 @@ class TitansCache(DynamicCache):
     def batch_size(self) -> int:
         """Number of rows, -1 before the first call."""
         return -1 if self.progress is None else self.progress.seen.shape[0]
-
-    @property
-    def count(self) -> int | torch.Tensor:
-        """Tokens pending in the rows' open chunks (see `MemoryState.count`)."""
-        state = self.layers[0].state
-        return 0 if state is None else state.memory.count
 
     @property
     def nbytes(self) -> int:
@@ -219,7 +200,7 @@ class TitansCache(DynamicCache):
         if batch_size is not None and self.batch_size not in (-1, batch_size):
             raise ValueError(f"cache is of {self.batch_size} rows, the input of {batch_size}")
 
-    def advance(self, columns: Columns, states: list[NeuralMemoryState], inputs: list[torch.Tensor]) -> None:
+    def advance(self, columns: Columns, states: list[TitansLayerState], inputs: list[torch.Tensor]) -> None:
         """Stores what a call has left in every layer, all at once at its end: a call that fails changes nothing."""
         progress = self.progress
         if progress is None:
@@ -282,7 +263,7 @@ class TitansCache(DynamicCache):
         """The columns behind the last mark, which the layers have to read again."""
         return Columns(*(t[:, self.layers[0].marks[-1][0] :] for t in self.recorded))
 
-    def replayed(self, states: list[NeuralMemoryState]) -> None:
+    def replayed(self, states: list[TitansLayerState]) -> None:
         """Stores the states that the layers have rebuilt from their recorded inputs."""
         for layer, state in zip(self.layers, states, strict=True):
             layer.replayed(state)
@@ -366,7 +347,8 @@ class TitansCache(DynamicCache):
         tensors, meta = _read_file(file, device)
         cache = cls.__new__(cls)
         try:
-            cache._setup({name: meta["geometry"][name] for name in GEOMETRY})
+            geometry = meta["geometry"]
+            cache._setup({name: geometry[name] for name in VARIANT_GEOMETRY[geometry["variant"]]})
             if config is not None:
                 cache.check(config)
             cache._load_tree(tensors, meta)
@@ -385,16 +367,16 @@ class TitansCache(DynamicCache):
         for index, layer in enumerate(self.layers):
             parts = tree.get("0", {}).get(str(index), {})
             marks = parts.get("2", {})
-            layer.state, layer.inputs = _state(parts.get("0")), parts.get("1")
-            layer.marks = [(offset, _state(marks.get(str(i)))) for i, offset in enumerate(meta["marks"])]
+            layer.state, layer.inputs = self._state(parts.get("0")), parts.get("1")
+            layer.marks = [(offset, self._state(marks.get(str(i)))) for i, offset in enumerate(meta["marks"])]
             layer.columns, layer.record_past = meta["columns"], meta["recording"]
             layer.is_initialized = layer.state is not None or layer.inputs is not None
             present = (layer.state is None, layer.inputs is None)
             if present != (self.layers[0].state is None, self.layers[0].inputs is None):
                 raise ValueError(f"the memory file is incomplete: layer {index} lacks what layer 0 has")
-            for state in (layer.state, *(state for _, state in layer.marks)):
-                if state is not None:
-                    check_shapes(state, self.geometry, self.batch_size)
+
+    def _state(self, tensors: dict | None) -> TitansLayerState | None:
+        return None if tensors is None else state_from_tensors(tensors, self.geometry, self.batch_size)
 
     def _map_rows(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
         rows = (self.progress, self.base_progress, self.recorded)
@@ -434,24 +416,6 @@ def _read_file(file: Path, device) -> tuple[dict[str, torch.Tensor], dict]:
         raise ValueError(f"{file} is damaged and cannot be read as a Titans memory: {error}") from error
 
 
-def check_shapes(state: NeuralMemoryState, geometry: dict, batch_size: int) -> None:
-    """Raises a ValueError if a layer's state does not have the shapes that the geometry asks for."""
-    num_heads, head_dim = geometry["memory_num_heads"], geometry["memory_head_dim"]
-    hidden = [geometry["memory_expansion"] * head_dim] * (geometry["memory_depth"] - 1)
-    widths = [head_dim, *hidden, head_dim]
-    weights = [(batch_size, num_heads, *pair) for pair in zip(widths[:-1], widths[1:], strict=True)]
-    pending = state.memory.pending.k.shape[1]
-    tokens, gates = (batch_size, pending, num_heads, head_dim), (batch_size, pending, num_heads)
-    expected = weights + weights + [tokens, tokens, gates, gates, gates]
-    if isinstance(state.memory.count, torch.Tensor):
-        expected.append((batch_size,))
-    if geometry["memory_conv_kernel_size"]:
-        expected.append((batch_size, geometry["memory_conv_kernel_size"] - 1, 3 * num_heads * head_dim))
-    found = {name: tuple(t.shape) for name, t in iterate_tensors(state)}
-    if list(found.values()) != expected:
-        raise ValueError(f"the shapes of the state's tensors must be {expected}, got {found}")
-
-
 def _nest(tensors: dict[str, torch.Tensor]) -> dict:
     tree: dict = {}
     for name, tensor in tensors.items():
@@ -461,15 +425,3 @@ def _nest(tensors: dict[str, torch.Tensor]) -> dict:
             node = node.setdefault(key, {})
         node[leaf] = tensor
     return tree
-
-
-def _state(parts: dict | None) -> NeuralMemoryState | None:
-    if parts is None:
-        return None
-    memory = parts["memory"]
-    weights, momentum = (
-        tuple(memory[group][str(layer)] for layer in range(len(memory[group]))) for group in ("weights", "momentum")
-    )
-    pending = PendingTokens(**memory["pending"])
-    count = memory["count"] if "count" in memory else pending.k.shape[1]
-    return NeuralMemoryState(MemoryState(weights, momentum, pending, count), parts.get("conv_tail"))

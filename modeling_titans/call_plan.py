@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 import torch
 
-from .token_layout import TokenLayout
-
 
 class Progress(NamedTuple):
     """How far each row has been read.
@@ -39,17 +37,17 @@ class Columns(NamedTuple):
         position = self.position.gather(1, last.clamp(min=0)[:, None]).squeeze(1)
         return Progress(progress.seen + self.mask.sum(1), torch.where(last >= 0, position, progress.position))
 
-    def layout(self, count: int | torch.Tensor, chunk_size: int) -> TokenLayout:
-        """The columns' layout for a memory with ``count`` pending tokens.
+    def exceptions(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """(mask, document_starts), each None if there is no padding, or no document's start.
 
         Whether all columns are plain decides which code runs, hence one wait for the device; a traced graph cannot
         wait and takes the general code.
         """
         mask, starts = self.mask, self.document_starts
-        if not torch.compiler.is_compiling():
-            starts_exist, pads_exist = torch.stack([starts.any(), ~mask.all()]).tolist()
-            mask, starts = (mask if pads_exist else None), (starts if starts_exist else None)
-        return TokenLayout.build(mask, starts, count=count, chunk_size=chunk_size, shape=tuple(self.mask.shape))
+        if torch.compiler.is_compiling():
+            return mask, starts
+        starts_exist, pads_exist = torch.stack([starts.any(), ~mask.all()]).tolist()
+        return (mask if pads_exist else None), (starts if starts_exist else None)
 
 
 def plan_columns(

@@ -15,7 +15,12 @@ from typing import NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from .chunk_coefficients import ChunkCoefficients, chunk_coefficients
+from .chunk_coefficients import (
+    EndCoefficients,
+    ReadCoefficients,
+    chunk_coefficients,
+    chunk_coefficients_adjoint,
+)
 from .inner_network import (
     Factors,
     InnerNetwork,
@@ -62,8 +67,10 @@ class ScanInputs(NamedTuple):
     start_momentum: tuple[torch.Tensor, ...] | None
 
     def flatten(self) -> list[torch.Tensor | None]:
-        flat = list(self[:10])
-        for group in self[10:]:
+        # A list first: older compilers cannot slice a named tuple.
+        fields = list(self)
+        flat = fields[:10]
+        for group in fields[10:]:
             flat.extend(group if group is not None else [None] * len(self.weights))
         return flat
 
@@ -113,10 +120,10 @@ def chunk_scan(inputs: ScanInputs, options: ScanOptions) -> ScanResult:
 
 
 def _slice_chunks(inputs: ScanInputs, options: ScanOptions, begin: int, end: int) -> tuple[ScanInputs, ScanOptions]:
-    per_chunk = {name: getattr(inputs, name) for name in inputs._fields[:8]}
-    sliced = {name: t if t is None else t[begin:end] for name, t in per_chunk.items()}
+    flat = inputs.flatten()
+    flat[:8] = [t if t is None else t[begin:end] for t in flat[:8]]
     restart_at = frozenset(n - begin for n in options.restart_at if begin <= n < end)
-    return inputs._replace(**sliced), options._replace(restart_at=restart_at)
+    return ScanInputs.unflatten(flat, options.depth), options._replace(restart_at=restart_at)
 
 
 class _ChunkScan(torch.autograd.Function):
@@ -183,10 +190,10 @@ def _forward_span(inputs: ScanInputs, options: ScanOptions, state: list, store: 
         starts.append([*weights, *momentum])
         kept.append(inner_gradient(network, weights, inputs.k[n], inputs.v[n]))
         if options.write:
-            weights, momentum = _update(inputs, coefficients, n, weights, momentum, kept[-1])
+            weights, momentum = _update(inputs, coefficients.end, n, weights, momentum, kept[-1])
     starts = _stack_chunks(starts, store)
     a, g = _stack_chunks([factors.a for factors in kept]), _stack_chunks([factors.g for factors in kept])
-    output = _read(network, starts[:depth], starts[depth:], inputs, coefficients, a, g).output
+    output = _read(network, starts[:depth], starts[depth:], inputs, coefficients.read, a, g).output
     surprise = torch.stack([0.25 * f.error.square().sum(-1) for f in kept]) if options.surprise else None
     return output, surprise, [*weights, *momentum]
 
@@ -208,11 +215,11 @@ def _restart(inputs: ScanInputs, n: int, weights: list, momentum: list) -> tuple
 
 
 def _update(
-    inputs: ScanInputs, coefficients: ChunkCoefficients, n: int, weights: list, momentum: list, factors: Factors
+    inputs: ScanInputs, end: EndCoefficients, n: int, weights: list, momentum: list, factors: Factors
 ) -> tuple[list, list]:
     """The state behind chunk n."""
-    c, d, m = (x[n][:, None, None] for x in (coefficients.c_end, coefficients.d_end, coefficients.m_end))
-    A, E = coefficients.A_end[n][:, None, :], coefficients.E_end[n][:, None, :]
+    c, d, m = (x[n][:, None, None] for x in (end.c, end.d, end.m))
+    A, E = end.A[n][:, None, :], end.E[n][:, None, :]
     new_weights, new_momentum = [], []
     for layer, (w, s, a, g) in enumerate(zip(weights, momentum, factors.a, factors.g, strict=True)):
         w_next = torch.baddbmm(c * w + d * s, a.mT * A, g, alpha=-1)
@@ -238,7 +245,7 @@ def _read(
     weights: list[torch.Tensor],
     momentum: list[torch.Tensor],
     inputs: ScanInputs,
-    coefficients: ChunkCoefficients,
+    coefficients: ReadCoefficients,
     a: list[torch.Tensor],
     g: list[torch.Tensor],
 ) -> _Read:
@@ -265,7 +272,7 @@ class _Gradients:
         def zeros(group):
             return None if group is None else [torch.zeros_like(t) for t in group]
 
-        tokens = [torch.empty_like(t) for t in inputs[:6]]
+        tokens = [torch.empty_like(t) for t in list(inputs)[:6]]
         self.q, self.k, self.v, self.theta, self.alpha, self.eta = tokens
         norm = (inputs.norm_weight, inputs.norm_bias)
         self.norm_weight, self.norm_bias = (None, None) if norm[0] is None else zeros(norm)
@@ -306,23 +313,22 @@ class _Backward:
     def _span(self, at: slice, output_bar: torch.Tensor, w_bar: list, s_bar: list) -> tuple[list, list]:
         inputs, options = _slice_chunks(self.inputs, self.options, at.start, at.stop)
         weights, momentum = [w[at] for w in self.weights], [s[at] for s in self.momentum]
-        gates = [t.detach().requires_grad_() for t in (inputs.theta, inputs.alpha, inputs.eta)]
-        with torch.enable_grad():
-            coefficients = chunk_coefficients(*gates, inputs.q.shape[-2], inputs.full)
-        plain = ChunkCoefficients(*(t.detach() for t in coefficients))
+        gates = (inputs.theta, inputs.alpha, inputs.eta)
+        coefficients = chunk_coefficients(*gates, inputs.q.shape[-2], inputs.full)
+        end = coefficients.end
         factors = inner_gradient(self.network, weights, inputs.k, inputs.v)
-        unread = self._unread(inputs, weights, momentum, plain, factors, output_bar[at])
+        unread = self._unread(inputs, weights, momentum, coefficients.read, factors, output_bar[at])
         self.grads.q[at] = unread.q
         end_bars = []
         for n in reversed(range(inputs.k.shape[0])):
-            w_bar, s_bar, end_bar = self._chunk(inputs, plain, weights, momentum, factors, unread, n, w_bar, s_bar, at)
+            w_bar, s_bar, end_bar = self._chunk(inputs, end, weights, momentum, factors, unread, n, w_bar, s_bar, at)
             end_bars.append(end_bar)
             if n in options.restart_at:
                 w_bar, s_bar = self._unrestart(inputs, n, w_bar, s_bar)
-        bars = [unread.c, unread.d, unread.A]
-        bars += [torch.stack(bar) for bar in zip(*reversed(end_bars), strict=True)] if self.options.write else []
-        outer = coefficients if self.options.write else coefficients[:3]
-        gate_bars = torch.autograd.grad(outer, gates, bars)
+        read_bar, end_bar = ReadCoefficients(unread.c, unread.d, unread.A), None
+        if options.write:
+            end_bar = EndCoefficients(*(torch.stack(bar) for bar in zip(*reversed(end_bars), strict=True)))
+        gate_bars = chunk_coefficients_adjoint(*gates, inputs.full, coefficients.products, read_bar, end_bar)
         for store, bar in zip((self.grads.theta, self.grads.alpha, self.grads.eta), gate_bars, strict=True):
             store[at] = bar
         return w_bar, s_bar
@@ -360,7 +366,7 @@ class _Backward:
         adjoint.q = x_bar + output_bar if self.network.residual else x_bar
         return adjoint
 
-    def _chunk(self, inputs, coefficients, weights, momentum, factors, unread, n, w_bar, s_bar, at):
+    def _chunk(self, inputs, end, weights, momentum, factors, unread, n, w_bar, s_bar, at):
         """Back through chunk n's update and inner gradient: the state's gradient before it, given that behind it."""
         w_n, s_n = [w[n] for w in weights], [s[n] for s in momentum]
         chunk = _take_chunk(factors, n)
@@ -368,8 +374,8 @@ class _Backward:
         new_w, new_s = [w[n] for w in unread.weights], [s[n] for s in unread.momentum]
         end_bar = None
         if self.options.write:
-            end_bar = self._unupdate(inputs, coefficients, n, w_n, s_n, chunk, w_bar, s_bar, a_bar, g_bar)
-            c, d, m = (x[n][:, None, None] for x in (coefficients.c_end, coefficients.d_end, coefficients.m_end))
+            end_bar = self._unupdate(inputs, end, n, w_n, s_n, chunk, w_bar, s_bar, a_bar, g_bar)
+            c, d, m = (x[n][:, None, None] for x in (end.c, end.d, end.m))
             new_s = [s + d * w + m * t for s, w, t in zip(new_s, w_bar, s_bar, strict=True)]
             new_w = [w + c * t for w, t in zip(new_w, w_bar, strict=True)]
         else:
@@ -382,10 +388,10 @@ class _Backward:
             self.grads.norm_bias += adjoint.norm_bias
         return [w + t for w, t in zip(new_w, adjoint.weights, strict=True)], new_s, end_bar
 
-    def _unupdate(self, inputs, coefficients, n, w_n, s_n, factors, w_bar, s_bar, a_bar, g_bar):
+    def _unupdate(self, inputs, end, n, w_n, s_n, factors, w_bar, s_bar, a_bar, g_bar):
         """The adjoint of `_update` with respect to factors (added to a_bar, g_bar) and coefficients (returned)."""
-        A, E = coefficients.A_end[n].unsqueeze(-1), coefficients.E_end[n].unsqueeze(-1)
-        c = coefficients.c_end[n][:, None, None]
+        A, E = end.A[n].unsqueeze(-1), end.E[n].unsqueeze(-1)
+        c = end.c[n][:, None, None]
         c_bar = d_bar = m_bar = A_bar = E_bar = 0
         for layer, (a, g) in enumerate(zip(factors.a, factors.g, strict=True)):
             to_w, to_s = a @ w_bar[layer], a @ s_bar[layer]
@@ -399,7 +405,7 @@ class _Backward:
             if inputs.forget_to is not None:
                 c_bar = c_bar - (inputs.forget_to[layer] * w_bar[layer]).sum((-2, -1))
                 self.grads.forget_to[layer] += (1 - c) * w_bar[layer]
-        return c_bar, d_bar, m_bar, A_bar, E_bar
+        return EndCoefficients(c_bar, d_bar, m_bar, A_bar, E_bar)
 
     def _unrestart(self, inputs, n: int, w_bar: list, s_bar: list) -> tuple[list, list]:
         where = inputs.restart[n][:, None, None]
@@ -412,9 +418,9 @@ class _Backward:
 class _ReadAdjoint:
     """Gradients through a read, chunk by chunk."""
 
-    def __init__(self, depth: int, coefficients: ChunkCoefficients):
+    def __init__(self, depth: int, coefficients: ReadCoefficients):
         self.a, self.g, self.weights, self.momentum = ([None] * depth for _ in range(4))
-        self.c, self.d, self.A = (torch.zeros_like(x) for x in coefficients[:3])
+        self.c, self.d, self.A = (torch.zeros_like(x) for x in coefficients)
         self.q: torch.Tensor | None = None
 
 

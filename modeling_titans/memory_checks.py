@@ -77,8 +77,9 @@ def check_layout(layout: TokenLayout, state: MemoryState, q: torch.Tensor, chunk
     if not _same_count(layout.count, state.count):
         raise ValueError(f"layout was built for the count {layout.count}, but state.count is {state.count}")
     width = state.pending.k.shape[1]
-    allowed = range(chunk_size) if isinstance(state.count, int) else (chunk_size - 1,)
-    if width not in allowed:
+    # Comparisons alone: while a graph is traced, the width may be a symbol, of which no range knows whether it holds it.
+    if width >= chunk_size or (isinstance(state.count, torch.Tensor) and width != chunk_size - 1):
+        allowed = chunk_size - 1 if isinstance(state.count, torch.Tensor) else range(chunk_size)
         raise ValueError(f"state has room for {width} pending tokens; with chunk_size {chunk_size} allowed: {allowed}")
     if layout.mask is not None and layout.mask.shape != q.shape[:2]:
         raise ValueError(f"layout was built for (B, T) = {tuple(layout.mask.shape)}, got q {tuple(q.shape)}")

@@ -10,7 +10,8 @@ from torch import nn
 
 from .configuration_titans import TitansConfig
 from .memory_ops import neural_memory
-from .memory_state import MemoryState, NeuralMemoryState
+from .memory_read import read_memory
+from .memory_state import MemoryState, NeuralMemoryState, SegmentState
 from .token_layout import TokenLayout, convolution_inputs
 
 
@@ -92,7 +93,7 @@ class NeuralMemoryOutput(NamedTuple):
     """What the memory adds to the stream (B, T, hidden_size), the state after the call, inner losses (B, T, H)."""
 
     hidden_states: torch.Tensor
-    state: NeuralMemoryState
+    state: NeuralMemoryState | SegmentState
     surprise: torch.Tensor | None
 
 
@@ -170,13 +171,13 @@ class TitansNeuralMemory(nn.Module):
     def forward(
         self,
         hidden_states: torch.Tensor,
-        state: NeuralMemoryState | None = None,
+        state: NeuralMemoryState | SegmentState | None = None,
         attention_mask: torch.Tensor | None = None,
         layout: TokenLayout | None = None,
         prefix_states: torch.Tensor | None = None,
         output_surprise: bool = False,
     ) -> NeuralMemoryOutput:
-        """Writes and reads T tokens.
+        """Writes and reads T tokens; with a `SegmentState` reads them only, at that state's weights (Titans, eq. 21).
 
         Args:
             hidden_states: (B, T, hidden_size).
@@ -194,12 +195,15 @@ class TitansNeuralMemory(nn.Module):
             ValueError: if a shape, the state or the layout does not fit.
         """
         self._check(hidden_states, state, attention_mask, layout)
+        if hasattr(state, "segment_weights"):
+            return self._read(hidden_states, state, layout)
         restarts = layout is not None and layout.document_starts is not None
-        may_train = self.training and torch.is_grad_enabled()
-        start_state = self.start_state(prefix_states) if state is None or restarts or may_train else None
+        is_foreign = state is not None and not state.memory.weights[0].requires_grad
+        attaches = is_foreign and not restarts and self.training and torch.is_grad_enabled()
+        start_state = self.start_state(prefix_states) if state is None or restarts or attaches else None
         if state is None:
             state = start_state.expand(hidden_states.shape[0])
-        elif may_train and not restarts:
+        elif attaches:
             state = _attach(start_state, state)
         if layout is None:
             layout = TokenLayout.build(
@@ -209,21 +213,38 @@ class TitansNeuralMemory(nn.Module):
                 shape=tuple(hidden_states.shape[:2]),
             )
         y, state, surprise = self._write_and_read(hidden_states, state, layout, start_state, output_surprise)
+        return NeuralMemoryOutput(self._output(y, hidden_states), state, surprise)
+
+    def _output(self, y: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        """M's answers (B, T, H, D) -> (B, T, hidden_size)."""
         gate = F.silu(self.o_gate_proj(hidden_states)).unflatten(-1, y.shape[2:])
-        return NeuralMemoryOutput(self.o_proj((self.o_norm(y) * gate).flatten(2)), state, surprise)
+        return self.o_proj((self.o_norm(y) * gate).flatten(2))
+
+    def _read(self, hidden_states, state: SegmentState, layout: TokenLayout) -> NeuralMemoryOutput:
+        x, tail = self.q_proj(hidden_states), state.conv_tail
+        if self.conv1d is not None:
+            # The convolution is depthwise: with nothing in the channels of keys and values it is that of the queries.
+            others = (0, 2 * x.shape[-1])
+            x, tail = self._convolve(F.pad(x, others), F.pad(tail.to(x.dtype), others), None, layout)
+            x, tail = x[..., : -others[1]], tail[..., : -others[1]]
+        q = F.silu(x).unflatten(-1, (self.config.memory_num_heads, self.config.memory_head_dim))
+        y = read_memory(
+            _unit(q),
+            state.segment_weights,
+            norm_weight=self.memory_norm_weight,
+            norm_bias=self.memory_norm_bias,
+            residual=self.config.memory_residual,
+        )
+        return NeuralMemoryOutput(self._output(y, hidden_states), state._replace(conv_tail=tail), None)
 
     def _write_and_read(self, hidden_states, state, layout, start_state, output_surprise):
         """Returns M's answers (B, T, H, D), the new state and the inner losses."""
         q, k, v, tail = self._project(hidden_states, state, layout, start_state)
         theta, alpha, eta = self._gates(hidden_states)
-        dtype = q.dtype
-        q, k = (
-            F.normalize(x.to(torch.promote_types(dtype, torch.float32)), dim=-1, eps=1e-6).to(dtype) for x in (q, k)
-        )
         config = self.config
         result = neural_memory(
-            q,
-            k,
+            _unit(q),
+            _unit(k),
             v,
             theta,
             alpha,
@@ -235,6 +256,7 @@ class TitansNeuralMemory(nn.Module):
             residual=config.memory_residual,
             forget_to_weights=self.start_weights() if config.memory_forget_to == "start" else None,
             rule=config.memory_rule,
+            gate_granularity=config.memory_gate_granularity,
             layout=layout,
             start_state=None if start_state is None else start_state.memory,
             output_surprise=output_surprise,
@@ -247,13 +269,18 @@ class TitansNeuralMemory(nn.Module):
         tail = state.conv_tail
         if self.conv1d is not None:
             start_tail = None if start_state is None else start_state.conv_tail.to(x.dtype)
-            inputs, place, tail = convolution_inputs(x, tail.to(x.dtype), start_tail, layout)
-            x = self.conv1d(inputs.mT).mT
-            if place is not None:
-                x = torch.gather(x, 1, place.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
+            x, tail = self._convolve(x, tail.to(x.dtype), start_tail, layout)
         config = self.config
         q, k, v = F.silu(x).unflatten(-1, (3, config.memory_num_heads, config.memory_head_dim)).unbind(2)
         return q, k, v, tail
+
+    def _convolve(self, x, tail, start_tail, layout) -> tuple[torch.Tensor, torch.Tensor]:
+        """x (B, T, 3 H D) behind its tail -> the convolution's result, and the tail behind x."""
+        inputs, place, tail = convolution_inputs(x, tail, start_tail, layout)
+        x = self.conv1d(inputs.mT).mT
+        if place is not None:
+            x = torch.gather(x, 1, place.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
+        return x, tail
 
     def _gates(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """theta, alpha, eta (B, T, H), in float32 at least: a small forgetting must not round to none."""
@@ -272,8 +299,8 @@ class TitansNeuralMemory(nn.Module):
                 f"hidden_states must be (B, T, hidden_size={self.config.hidden_size}) with at least one token, "
                 f"got {tuple(hidden_states.shape)}"
             )
-        if state is not None and not hasattr(state, "memory"):
-            raise ValueError(f"state must be a NeuralMemoryState, got {type(state).__name__}")
+        if state is not None and not (hasattr(state, "memory") or hasattr(state, "segment_weights")):
+            raise ValueError(f"state must be a NeuralMemoryState or SegmentState, got {type(state).__name__}")
         if state is not None and state.batch_size != hidden_states.shape[0]:
             raise ValueError(f"state is of {state.batch_size} rows, hidden_states of {hidden_states.shape[0]}")
         if attention_mask is not None and layout is not None:
@@ -299,6 +326,11 @@ def _attach(start_state: NeuralMemoryState, state: NeuralMemoryState) -> NeuralM
     weights = attach(memory.weights, start_state.memory.weights)
     momentum = attach(memory.momentum, start_state.memory.momentum)
     return state._replace(memory=memory._replace(weights=weights, momentum=momentum))
+
+
+def _unit(x: torch.Tensor) -> torch.Tensor:
+    """x with length 1 in its last dimension."""
+    return F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1, eps=1e-6).to(x.dtype)
 
 
 def _sigmoid(logits: torch.Tensor) -> torch.Tensor:

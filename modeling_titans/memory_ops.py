@@ -9,12 +9,13 @@ import torch
 from .memory_checks import check_layout, check_options, check_parameters, check_state, check_tokens
 from .memory_ops_chunked import MemoryCall, MemoryResult, chunked_memory
 from .memory_ops_recurrent import recurrent_memory
-from .memory_state import MemoryState, map_tensors
+from .memory_state import MemoryState, PendingTokens, map_tensors
 from .token_layout import TokenLayout
 
 
 BACKENDS = {"auto": chunked_memory, "chunked": chunked_memory, "recurrent": recurrent_memory}
 RULES = ("titans",)
+GATE_GRANULARITIES = ("token", "chunk")
 
 
 def neural_memory(
@@ -33,6 +34,7 @@ def neural_memory(
     residual: bool = True,
     forget_to_weights: Sequence[torch.Tensor] | None = None,
     rule: str = "titans",
+    gate_granularity: str = "token",
     layout: TokenLayout | None = None,
     start_state: MemoryState | None = None,
     output_surprise: bool = False,
@@ -58,6 +60,8 @@ def neural_memory(
         residual: whether M(x) contains x.
         forget_to_weights: (H, D_in, D_out) per layer: forgetting leads to these weights. None: to zero.
         rule: the inner loss and coefficients; "titans".
+        gate_granularity: "token": each token has the gates given for it; "chunk": all tokens of a chunk have those of
+            the chunk's first real token (Titans, section 3.2), and the others' have no influence.
         layout: which tokens are real and where documents begin, built for this state's ``count`` and ``chunk_size``.
             None: every token is real and rows go on where the state stands.
         start_state: the state, of one row, in which a document begins; needed if the layout has document starts.
@@ -73,7 +77,12 @@ def neural_memory(
     Raises:
         ValueError: naming the argument, its value and what is allowed.
     """
-    check_options(chunk_size, norm_eps, {"rule": (rule, RULES), "backend": (backend, tuple(BACKENDS))})
+    choices = {
+        "rule": (rule, RULES),
+        "gate_granularity": (gate_granularity, GATE_GRANULARITIES),
+        "backend": (backend, tuple(BACKENDS)),
+    }
+    check_options(chunk_size, norm_eps, choices)
     check_tokens({"q": q, "k": k, "v": v}, {"theta": theta, "alpha": alpha, "eta": eta})
     check_state("state", state, q.shape[0], q)
     if layout is None:
@@ -89,7 +98,7 @@ def neural_memory(
         return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, tree)
 
     call = MemoryCall(
-        *cast((q, k, v, theta, alpha, eta, state)),
+        *cast((q, PendingTokens(k, v, theta, alpha, eta), state)),
         chunk_size,
         cast(norm_weight),
         cast(norm_bias),
@@ -99,6 +108,7 @@ def neural_memory(
         layout,
         cast(start_state),
         output_surprise,
+        gate_granularity == "chunk",
     )
     # Products of a state in float32 must not be taken in a lower precision behind the state's back.
     with torch.autocast(q.device.type, enabled=False):

@@ -16,11 +16,7 @@ class MemoryCall(NamedTuple):
     """The checked arguments of `neural_memory`, all tensors in the state's dtype."""
 
     q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    theta: torch.Tensor
-    alpha: torch.Tensor
-    eta: torch.Tensor
+    tokens: PendingTokens
     state: MemoryState
     chunk_size: int
     norm_weight: torch.Tensor | None
@@ -31,6 +27,7 @@ class MemoryCall(NamedTuple):
     layout: TokenLayout
     start_state: MemoryState | None
     output_surprise: bool
+    chunk_gates: bool
 
 
 class MemoryResult(NamedTuple):
@@ -49,7 +46,7 @@ def chunked_memory(call: MemoryCall) -> MemoryResult:
 def _alike_rows(call: MemoryCall) -> MemoryResult:
     """Every row has the same count and T real tokens: whole chunks first, then the rest, which stays open."""
     state, b = call.state, call.chunk_size
-    tokens = [torch.cat(pair, 1) for pair in zip(state.pending, call[1:6], strict=True)]
+    tokens = [torch.cat(pair, 1) for pair in zip(state.pending, call.tokens, strict=True)]
     num_new, total = call.q.shape[1], tokens[0].shape[1]
     whole = total // b * b
     outputs, surprises = [], []
@@ -78,7 +75,7 @@ def _alike_rows(call: MemoryCall) -> MemoryResult:
 def _slotted_rows(call: MemoryCall) -> MemoryResult:
     """Rows differ: all of them go through slots, as many chunks as the longest one needs."""
     slots, state = call.layout.slots, call.state
-    tokens = [slots.to_slots(*pair) for pair in zip(state.pending, call[1:6], strict=True)]
+    tokens = [slots.to_slots(*pair) for pair in zip(state.pending, call.tokens, strict=True)]
     idle = call.q.new_zeros(call.q.shape[0], state.pending.k.shape[1], *call.q.shape[2:])
     queries = slots.to_slots(idle, call.q)
     num_slots = queries.shape[1]
@@ -101,9 +98,14 @@ def _scan(call: MemoryCall, state: MemoryState, q, tokens, num_chunks: int, writ
         full = _by_chunk(slots.full, call)
         if slots.restart is not None:
             restart, restart_at = _by_chunk(slots.restart, call), slots.restart_at
+    k, v, *gates = (_to_chunks(t, num_chunks) for t in tokens)
+    if call.chunk_gates:
+        gates = [t[..., :1].expand_as(t) for t in gates]
     inputs = ScanInputs(
         _to_chunks(q, num_chunks),
-        *(_to_chunks(t, num_chunks) for t in tokens),
+        k,
+        v,
+        *gates,
         full=full,
         restart=restart,
         norm_weight=_by_row(call.norm_weight, batch_size, 1),

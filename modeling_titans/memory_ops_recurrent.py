@@ -19,6 +19,7 @@ class _Walk:
         self.weights, self.momentum = list(call.state.weights), list(call.state.momentum)
         self.anchor, self.anchor_momentum = self.weights, self.momentum
         self.position = torch.zeros(call.q.shape[0], dtype=torch.long, device=call.q.device)
+        self.chunk_gates = [torch.zeros_like(gate[:, 0]) for gate in call.tokens[2:]]
 
     def restart(self, rows: torch.Tensor) -> None:
         """Rows (B,) bool go back to the start state."""
@@ -31,7 +32,8 @@ class _Walk:
     def write(self, k, v, theta, alpha, eta, real: torch.Tensor) -> torch.Tensor:
         """One token (B, H, ...) in the rows where it is real; returns its inner loss (B, H)."""
         factors = inner_gradient(self.network, self.anchor, k.unsqueeze(2), v.unsqueeze(2))
-        theta, alpha, eta = (gate[..., None, None] for gate in (theta, alpha, eta))
+        gates = self._gates([theta, alpha, eta], real)
+        theta, alpha, eta = (gate[..., None, None] for gate in gates)
         weights, momentum = [], []
         for layer, (w, s, a, g) in enumerate(zip(self.weights, self.momentum, factors.a, factors.g, strict=True)):
             s = eta * s - theta * (a.mT @ g)
@@ -44,6 +46,14 @@ class _Walk:
         self.momentum = _where(real, momentum, self.momentum)
         self.position = self.position + real
         return 0.25 * factors.error.square().sum((-2, -1))
+
+    def _gates(self, gates: list[torch.Tensor], real: torch.Tensor) -> list[torch.Tensor]:
+        """A token's own gates (B, H), or those of its chunk's first token."""
+        if not self.call.chunk_gates:
+            return gates
+        first = (real & (self.position == 0))[:, None]
+        self.chunk_gates = [torch.where(first, new, old) for new, old in zip(gates, self.chunk_gates, strict=True)]
+        return self.chunk_gates
 
     def read(self, q: torch.Tensor) -> torch.Tensor:
         x = z = q.unsqueeze(2)
@@ -70,7 +80,7 @@ def recurrent_memory(call: MemoryCall) -> MemoryResult:
     for t in range(call.q.shape[1]):
         real = everyone if layout.mask is None else layout.mask[:, t]
         # What stands at a masked token, be it NaN, must not even be multiplied by zero.
-        q, *token = (torch.where(real.view(-1, *(1,) * (x.dim() - 2)), x[:, t], 0) for x in call[:6])
+        q, *token = (torch.where(real.view(-1, *(1,) * (x.dim() - 2)), x[:, t], 0) for x in (call.q, *call.tokens))
         if layout.document_starts is not None:
             starts = layout.document_starts[:, t] & real
             walk.restart(starts)
@@ -104,7 +114,7 @@ def _stack_open_chunks(rows, call: MemoryCall) -> tuple[PendingTokens, int | tor
     counts = [len(row) for row in rows]
     alike = call.layout.slots is None
     width = counts[0] if alike else call.chunk_size - 1
-    zeros = [torch.zeros_like(x[0, 0]) for x in call[1:6]]
+    zeros = [torch.zeros_like(x[0, 0]) for x in call.tokens]
     columns = []
     for part, zero in enumerate(zeros):
         padded = [[token[part] for token in row] + [zero] * (width - len(row)) for row in rows]

@@ -13,7 +13,8 @@ class PendingTokens(NamedTuple):
 
     Attributes:
         k, v: keys and values, (B, P, H, D).
-        theta, alpha, eta: the gates, (B, P, H).
+        theta, alpha, eta: the gates, (B, P, H), each token's own; where a chunk shares its gates, those of the first
+            token count.
     """
 
     k: torch.Tensor
@@ -106,3 +107,20 @@ class NeuralMemoryState(NamedTuple):
     def expand(self, batch_size: int) -> "NeuralMemoryState":
         """A state of one row as the state of ``batch_size`` equal rows."""
         return map_tensors(lambda t: t.expand(batch_size, *t.shape[1:]), self)
+
+
+class SegmentState(NamedTuple):
+    """What a `TitansNeuralMemory` layer needs to be read while a segment goes on (Titans, eq. 21).
+
+    Attributes:
+        segment_weights: the memory's weights at the segment's start, each (B, H, D_in, D_out).
+        conv_tail: (B, kernel_size - 1, H * D) each row's last inputs of the queries' convolution, counted over the
+            tokens that have been read in this way; None if the layer has no convolution.
+    """
+
+    segment_weights: tuple[torch.Tensor, ...]
+    conv_tail: torch.Tensor | None
+
+    @property
+    def batch_size(self) -> int:
+        return self.segment_weights[0].shape[0]

@@ -3,32 +3,29 @@
 """Titans models: blocks around the neural memory, in the form of transformers' own models (arXiv 2501.00663)."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import nn
 from transformers import initialization as init
-from transformers.activations import ACT2FN
 from transformers.generation import GenerationMixin
-from transformers.modeling_layers import (
-    GenericForSequenceClassification,
-    GenericForTokenClassification,
-    GradientCheckpointingLayer,
-)
+from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
-from transformers.utils import can_return_tuple
+from transformers.utils import can_return_tuple, logging
 from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.output_capturing import capture_outputs
 
+from .attention_titans import TitansRotaryEmbedding
 from .cache_titans import TitansCache
 from .call_plan import Columns, Progress, plan_columns
 from .configuration_titans import TitansConfig
+from .decoder_layer import TitansDecoderLayer
 from .generation_titans import TitansGenerationMixin
-from .memory_layer import TitansNeuralMemory, TitansRMSNorm
-from .memory_state import NeuralMemoryState
-from .token_layout import TokenLayout
+from .layer_plan import LayerPlan, plan_layers
+from .memory_layer import TitansRMSNorm
 
+
+logger = logging.get_logger(__name__)
 
 # While a cache records its past, a call longer than LONG_CALL keeps a state ROLLBACK columns before its end: a crop
 # after the prefill of a long prompt then reads few columns again, not the whole prompt.
@@ -54,75 +51,6 @@ class TitansCausalLMOutput(CausalLMOutputWithPast):
     surprise: tuple[torch.Tensor, ...] | None = None
 
 
-class TitansMLP(nn.Module):
-    """SwiGLU."""
-
-    def __init__(self, config: TitansConfig):
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-        self.act_fn = ACT2FN[config.hidden_act]
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.act_fn(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))
-
-
-class TitansLayerOutput(NamedTuple):
-    """A block's result: the stream (B, T, hidden_size), its memory's state, inner losses, and what the memory read."""
-
-    hidden_states: torch.Tensor
-    state: NeuralMemoryState
-    surprise: torch.Tensor | None
-    memory_inputs: torch.Tensor
-
-
-class TitansDecoderLayer(GradientCheckpointingLayer):
-    """One block: norm -> neural memory over [P; x] -> MLP, both added to the stream (Titans, section 4.3, LMM)."""
-
-    def __init__(self, config: TitansConfig, layer_idx: int):
-        super().__init__()
-        self.persistent_tokens = None
-        if config.num_persistent_tokens:
-            self.persistent_tokens = nn.Parameter(torch.empty(config.num_persistent_tokens, config.hidden_size))
-        self.input_layernorm = TitansRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.memory = TitansNeuralMemory(config, layer_idx)
-        self.post_memory_layernorm = TitansRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = TitansMLP(config)
-        self.initializer_range = config.initializer_range
-        self.initialise(nn.init)
-
-    def initialise(self, init) -> None:
-        """Fills the block's own parameters through the functions of module ``init``."""
-        if self.persistent_tokens is not None:
-            init.normal_(self.persistent_tokens, mean=0.0, std=self.initializer_range)
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        state: NeuralMemoryState | None = None,
-        layout: TokenLayout | None = None,
-        output_surprise: bool = False,
-        replay: bool = False,
-    ) -> TitansLayerOutput:
-        """One block over the stream (B, T, hidden_size), from a memory state to the next.
-
-        With ``replay`` the input is what the memory alone has read before (`TitansLayerOutput.memory_inputs`), and
-        only the state of the result means anything.
-        """
-        prefix_states = None
-        if self.persistent_tokens is not None:
-            prefix_states = self.input_layernorm(self.persistent_tokens)
-        memory_inputs = hidden_states if replay else self.input_layernorm(hidden_states)
-        memory = self.memory(
-            memory_inputs, state, layout=layout, prefix_states=prefix_states, output_surprise=output_surprise
-        )
-        if not replay:
-            hidden_states = hidden_states + memory.hidden_states
-            hidden_states = hidden_states + self.mlp(self.post_memory_layernorm(hidden_states))
-        return TitansLayerOutput(hidden_states, memory.state, memory.surprise, memory_inputs)
-
-
 class TitansPreTrainedModel(PreTrainedModel):
     """Weights' initialisation, and what transformers may do with a Titans model."""
 
@@ -133,6 +61,9 @@ class TitansPreTrainedModel(PreTrainedModel):
     _no_split_modules = ["TitansDecoderLayer"]
     _skip_keys_device_placement = ["cache"]
     _is_stateful = False
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
     _can_record_outputs = {"hidden_states": TitansDecoderLayer}
 
     @torch.no_grad()
@@ -150,6 +81,8 @@ class TitansModel(TitansPreTrainedModel):
     """
 
     def __init__(self, config: TitansConfig):
+        # Fields may have been assigned since the config was made.
+        config.validate()
         super().__init__(config)
         self.padding_idx = config.pad_token_id
         self.vocab_size = config.vocab_size
@@ -158,6 +91,7 @@ class TitansModel(TitansPreTrainedModel):
             [TitansDecoderLayer(config, layer_idx) for layer_idx in range(config.num_hidden_layers)]
         )
         self.norm = TitansRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.rotary_emb = None if config.variant == "lmm" else TitansRotaryEmbedding(config)
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -188,11 +122,14 @@ class TitansModel(TitansPreTrainedModel):
                 cuts the gradient through the states.
             output_surprise: whether to return `TitansModelOutput.surprise`.
             kwargs: ``cu_seq_lens_q`` or ``seq_idx``: document borders as transformers' padding-free collators give
-                them; ``output_hidden_states``, ``return_dict``.
+                them; ``output_hidden_states``, ``return_dict``; ``output_attentions``, with eager attention: the
+                weights of `mal` and `mag` (B, num_attention_heads, T, kept + T) per layer, over the keys kept from
+                earlier calls and the call's own; persistent tokens have the rest. None in the other variants.
 
         Raises:
             ValueError: naming the argument, its value and what is allowed, before anything changes.
         """
+        output_attentions = self._returns_attentions(kwargs.get("output_attentions"))
         inputs_embeds = self._embed(input_ids, inputs_embeds)
         batch_size, num_columns = inputs_embeds.shape[:2]
         if use_cache is None:
@@ -216,35 +153,56 @@ class TitansModel(TitansPreTrainedModel):
         )
         if cache is not None and cache.needs_replay:
             self._replay(cache)
-        capture = kwargs.get("output_hidden_states", self.config.output_hidden_states)
+        capture = kwargs.get("output_hidden_states", self.config.output_hidden_states) or output_attentions
         if cache is None or not cache.is_recording or num_columns <= LONG_CALL or capture:
-            hidden_states, surprise = self._read(inputs_embeds, columns, cache, output_surprise)
+            hidden_states, surprise, attentions = self._read(inputs_embeds, columns, cache, output_surprise)
         else:
-            hidden_states, surprise = self._read_with_mark(inputs_embeds, columns, cache, output_surprise)
+            hidden_states, surprise, attentions = self._read_with_mark(inputs_embeds, columns, cache, output_surprise)
         return TitansModelOutput(
             last_hidden_state=self.norm(hidden_states),
             cache=cache,
+            attentions=attentions if output_attentions else None,
             surprise=surprise if output_surprise else None,
         )
 
+    def _returns_attentions(self, output_attentions: bool | None) -> bool:
+        """Whether attention weights are wanted and there are any."""
+        wanted = self.config.output_attentions if output_attentions is None else output_attentions
+        if not wanted or self.config.variant not in ("mal", "mag"):
+            return False
+        if self.config._attn_implementation != "eager":
+            logger.warning_once(
+                f"attn_implementation={self.config._attn_implementation!r} keeps no attention weights, so there are "
+                "none to return: call model.set_attn_implementation('eager') first"
+            )
+            return False
+        return True
+
     def _read(self, hidden_states, columns: Columns | None, cache, output_surprise: bool):
-        """All blocks over (B, T, hidden_size), then the cache's advance; returns the stream and inner losses."""
-        layout = None
-        if columns is not None:
-            count = 0 if cache is None else cache.count
-            layout = columns.layout(count, self.config.memory_chunk_size)
-        states, memory_inputs, surprises = [], [], []
+        """All blocks over (B, T, hidden_size), then the cache's advance.
+
+        Returns the stream, and for each layer its inner losses and attention weights.
+        """
+        plan = self._plan(hidden_states, columns, None if cache is None else cache.layers[0].state)
+        states, inputs, surprises, attentions = [], [], [], []
         for index, layer in enumerate(self.layers):
             state = None if cache is None else cache.layers[index].state
-            output = layer(hidden_states, state=state, layout=layout, output_surprise=output_surprise)
-            hidden_states = output[0]
-            surprises.append(output[2])
+            output = layer(hidden_states, state=state, plan=plan, output_surprise=output_surprise)
             if cache is not None:
                 states.append(output[1])
-                memory_inputs.append(output[3])
+                inputs.append(hidden_states)
+            hidden_states = output[0]
+            surprises.append(output[2])
+            attentions.append(output[3])
         if cache is not None:
-            cache.advance(columns, states, memory_inputs)
-        return hidden_states, tuple(surprises)
+            cache.advance(columns, states, inputs)
+        return hidden_states, tuple(surprises), tuple(attentions)
+
+    def _plan(self, hidden_states, columns: Columns | None, state) -> LayerPlan:
+        """The plan of a call that begins where a layer has this state."""
+        memory_count = 0 if state is None else state.memory.memory.count
+        attention_count = 0 if state is None or state.attention is None else state.attention.count
+        return plan_layers(self.config, hidden_states, columns, memory_count, attention_count, self.rotary_emb)
 
     def _read_with_mark(self, hidden_states, columns: Columns, cache: TitansCache, output_surprise: bool):
         """`_read` in two calls with a mark between them, so that a crop near the end of a long call is cheap."""
@@ -254,10 +212,11 @@ class TitansModel(TitansPreTrainedModel):
             parts.append(self._read(hidden_states[:, at], part, cache, output_surprise))
             if at.stop is not None:
                 cache.mark()
-        hidden_states, surprises = zip(*parts, strict=True)
+        hidden_states, surprises, _ = zip(*parts, strict=True)
+        surprise = None
         if output_surprise:
-            surprises = [tuple(torch.cat(layer, 1) for layer in zip(*surprises, strict=True))]
-        return torch.cat(hidden_states, 1), surprises[0]
+            surprise = tuple(torch.cat(layer, 1) for layer in zip(*surprises, strict=True))
+        return torch.cat(hidden_states, 1), surprise, None
 
     def _embed(self, input_ids, inputs_embeds) -> torch.Tensor:
         if (input_ids is None) == (inputs_embeds is None):
@@ -292,10 +251,9 @@ class TitansModel(TitansPreTrainedModel):
     def _replay(self, cache: TitansCache) -> None:
         """After a crop: rebuilds the states from the recorded inputs that are left."""
         offset, base = cache.layers[0].marks[-1]
-        count = 0 if base is None else base.memory.count
-        layout = cache.columns_to_replay().layout(count, self.config.memory_chunk_size)
+        plan = self._plan(cache.layers[0].inputs[:, offset:], cache.columns_to_replay(), base)
         states = [
-            layer(kept.inputs[:, offset:], state=kept.marks[-1][1], layout=layout, replay=True)[1]
+            layer(kept.inputs[:, offset:], state=kept.marks[-1][1], plan=plan, only_state=True)[1]
             for layer, kept in zip(self.layers, cache.layers, strict=True)
         ]
         cache.replayed(states)
@@ -377,6 +335,7 @@ class TitansForCausalLM(TitansPreTrainedModel, TitansGenerationMixin, Generation
             logits=logits,
             cache=outputs.cache,
             hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
             surprise=outputs.surprise,
         )
 

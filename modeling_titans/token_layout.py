@@ -15,17 +15,20 @@ import torch.nn.functional as F
 
 
 @dataclass(frozen=True)
-class _TensorTable:
+class TensorTable:
     """Base of the index tables: they follow their tensors to the device on which a layer runs."""
 
     def to(self, device, **kwargs):
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        moved = {name: v.to(device, **kwargs) if hasattr(v, "to") else v for name, v in values.items()}
-        return type(self)(**moved)
+        def move(value):
+            if isinstance(value, tuple):
+                return tuple(move(v) for v in value)
+            return value.to(device, **kwargs) if hasattr(value, "to") else value
+
+        return type(self)(**{f.name: move(getattr(self, f.name)) for f in fields(self)})
 
 
 @dataclass(frozen=True)
-class _Documents(_TensorTable):
+class TokenDocuments(TensorTable):
     """Tokens counted by row and document; document 0 is the one that a row's state already belongs to."""
 
     rank: torch.Tensor  # (B, T) number of real tokens before this one in its row
@@ -33,7 +36,7 @@ class _Documents(_TensorTable):
     length: torch.Tensor  # (B, documents) real tokens of each document in this call
 
     @classmethod
-    def count(cls, mask: torch.Tensor, document_starts: torch.Tensor | None) -> "_Documents":
+    def count(cls, mask: torch.Tensor, document_starts: torch.Tensor | None) -> "TokenDocuments":
         rank = mask.long().cumsum(1) - 1
         if document_starts is None:
             return cls(rank, torch.zeros_like(rank), mask.long().sum(1, keepdim=True))
@@ -45,11 +48,11 @@ class _Documents(_TensorTable):
 
     def rank_in_document(self) -> torch.Tensor:
         """(B, T) number of this call's real tokens before this one in its document."""
-        return self.rank - _exclusive_cumsum(self.length).gather(1, self.index)
+        return self.rank - exclusive_cumsum(self.length).gather(1, self.index)
 
 
 @dataclass(frozen=True)
-class SlotTable(_TensorTable):
+class SlotTable(TensorTable):
     """Moves columns (B, T) to chunk slots (B, N * chunk_size) and back.
 
     Attributes:
@@ -72,13 +75,13 @@ class SlotTable(_TensorTable):
     count: torch.Tensor
 
     @classmethod
-    def build(cls, mask: torch.Tensor, documents: _Documents, count: int | torch.Tensor, chunk_size: int):
+    def build(cls, mask: torch.Tensor, documents: TokenDocuments, count: int | torch.Tensor, chunk_size: int):
         batch_size, num_columns = mask.shape
         width = count if isinstance(count, int) else chunk_size - 1
         count = torch.full_like(documents.rank[:, 0], count) if isinstance(count, int) else count
         first = torch.arange(documents.length.shape[1], device=mask.device) == 0
         length = documents.length + first * count[:, None]
-        base = _exclusive_cumsum(_round_up(length, chunk_size))
+        base = exclusive_cumsum(_round_up(length, chunk_size))
         last = documents.index[:, -1:]
         total = (base.gather(1, last) + length.gather(1, last)).squeeze(1)
         if documents.length.shape[1] == 1:
@@ -112,21 +115,21 @@ class SlotTable(_TensorTable):
         """(B, P, ...) and (B, T, ...) -> (B, S, ...); empty slots are zero."""
         tokens = torch.cat([pending, columns], 1)
         tokens = F.pad(tokens, (0, 0) * (tokens.dim() - 2) + (0, 1))
-        return _take(tokens, self.source)
+        return take(tokens, self.source)
 
     def to_columns(self, slots: torch.Tensor) -> torch.Tensor:
         """(B, S, ...) -> (B, T, ...); masked columns are zero."""
         slots = F.pad(slots, (0, 0) * (slots.dim() - 2) + (0, 1))
-        return _take(slots, self.slot)
+        return take(slots, self.slot)
 
     def open_chunk(self, slots: torch.Tensor) -> torch.Tensor:
         """(B, S, ...) -> (B, chunk_size - 1, ...): the tokens of the chunk that stays open."""
         real = self.pending_real.view(*self.pending_real.shape, *(1,) * (slots.dim() - 2))
-        return torch.where(real, _take(slots, self.pending_slot), 0)
+        return torch.where(real, take(slots, self.pending_slot), 0)
 
 
 @dataclass(frozen=True)
-class TokenLayout(_TensorTable):
+class TokenLayout(TensorTable):
     """The layout of one call, shared by all layers.
 
     Attributes:
@@ -142,7 +145,7 @@ class TokenLayout(_TensorTable):
     mask: torch.Tensor | None = None
     document_starts: torch.Tensor | None = None
     slots: SlotTable | None = None
-    documents: _Documents | None = None
+    documents: TokenDocuments | None = None
 
     @classmethod
     def build(
@@ -184,7 +187,7 @@ class TokenLayout(_TensorTable):
             attention_mask = torch.ones(shape, dtype=torch.bool, device=reference.device)
         mask = attention_mask.bool()
         document_starts = None if document_starts is None else document_starts.bool()
-        documents = _Documents.count(mask, document_starts)
+        documents = TokenDocuments.count(mask, document_starts)
         slots = SlotTable.build(mask, documents, count, chunk_size)
         return cls(chunk_size, count, mask, document_starts, slots, documents)
 
@@ -214,7 +217,7 @@ def convolution_inputs(
     place = documents.rank + reach * documents.index
     num_slots = x.shape[1] + reach * num_documents
     source = torch.full((x.shape[0], num_slots + 1), 2 * reach, device=x.device)
-    tails = _exclusive_cumsum(documents.length) + reach * torch.arange(num_documents, device=x.device)
+    tails = exclusive_cumsum(documents.length) + reach * torch.arange(num_documents, device=x.device)
     for j in range(reach):
         source.scatter_(1, tails + j, reach + j)
         source[:, j] = j
@@ -223,19 +226,19 @@ def convolution_inputs(
     if start_tail is None:
         start_tail = torch.zeros_like(tail[:1])
     parts = [tail, start_tail.expand(x.shape[0], -1, -1), torch.zeros_like(x[:, :1]), x]
-    inputs = _take(torch.cat(parts, 1), source[:, :num_slots])
+    inputs = take(torch.cat(parts, 1), source[:, :num_slots])
     tail_begins = documents.length.sum(1) + reach * documents.index[:, -1]
-    after = _take(inputs, tail_begins[:, None] + torch.arange(reach, device=x.device))
+    after = take(inputs, tail_begins[:, None] + torch.arange(reach, device=x.device))
     return inputs, torch.where(mask, place, 0), after
 
 
-def _take(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+def take(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """values (B, S, ...), index (B, T) -> (B, T, ...)."""
     rows = torch.arange(values.shape[0], device=values.device)[:, None]
     return values[rows, index]
 
 
-def _exclusive_cumsum(x: torch.Tensor) -> torch.Tensor:
+def exclusive_cumsum(x: torch.Tensor) -> torch.Tensor:
     return x.cumsum(1) - x
 
 

@@ -116,7 +116,7 @@ def test_convolution_reaches_across_calls(kernel_size, prompt):
     logits = feed(model, cache, ids, [length, 1, 2, 6])
     assert_close("logits", logits, logits_of(model, ids), 1e-11)
     if kernel_size:
-        assert cache.layers[0].state.conv_tail.shape == (1, kernel_size - 1, 96)
+        assert cache.layers[0].state.memory.conv_tail.shape == (1, kernel_size - 1, 96)
 
 
 def test_get_seq_length_counts_columns():
@@ -219,12 +219,12 @@ def test_a_call_never_changes_tensors_in_place():
 def test_token_that_closes_no_chunk_copies_no_weights():
     model = tiny_model()
     cache = cache_after(model, random_ids(1, CHUNK))
-    before = [w.data_ptr() for layer in cache.layers for w in layer.state.memory.weights]
+    before = [w.data_ptr() for layer in cache.layers for w in layer.state.memory.memory.weights]
     for token in random_ids(1, CHUNK - 1).split(1, 1):
         feed(model, cache, token)
-        assert [w.data_ptr() for layer in cache.layers for w in layer.state.memory.weights] == before
+        assert [w.data_ptr() for layer in cache.layers for w in layer.state.memory.memory.weights] == before
     feed(model, cache, random_ids(1, 1))
-    assert before[0] != cache.layers[0].state.memory.weights[0].data_ptr()
+    assert before[0] != cache.layers[0].state.memory.memory.weights[0].data_ptr()
 
 
 @pytest.mark.parametrize("option", ["default", "no_conv", "persistent_0"])
@@ -265,7 +265,7 @@ def test_cache_keeps_no_larger_tensor_alive(recording, alike):
 def test_state_is_float32_in_a_16_bit_model_and_stays_so():
     model = tiny_model(dtype=torch.bfloat16)
     cache = cache_after(model, random_ids(1, 10))
-    assert {t.dtype for layer in cache.layers for t in iterate_floats(layer.state.memory)} == {torch.float32}
+    assert {t.dtype for layer in cache.layers for t in iterate_floats(layer.state.memory.memory)} == {torch.float32}
 
     model = tiny_model()
     cache = cache_after(model, random_ids(1, 10))
@@ -275,7 +275,7 @@ def test_state_is_float32_in_a_16_bit_model_and_stays_so():
         for name, tensor in state_tensors(cache).items():
             assert torch.equal(tensor, before[name]) and tensor.dtype == before[name].dtype, name
     feed(model, cache, LATER)
-    assert {t.dtype for layer in cache.layers for t in iterate_floats(layer.state.memory)} == {torch.float32}
+    assert {t.dtype for layer in cache.layers for t in iterate_floats(layer.state.memory.memory)} == {torch.float32}
 
 
 def test_moving_a_cache_never_narrows_it():
@@ -288,5 +288,5 @@ def test_moving_a_cache_never_narrows_it():
 
 def test_keys_and_values_are_refused():
     cache = TitansCache(tiny_model().config)
-    with pytest.raises(NotImplementedError, match="memory state, not keys and values"):
+    with pytest.raises(NotImplementedError, match="does not update keys and values"):
         cache.update(torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1, 1), 0)

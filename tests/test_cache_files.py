@@ -154,7 +154,7 @@ def test_a_memory_may_be_asked_in_another_dtype(tmp_path):
     actual = logits_of(tiny_model(dtype=torch.bfloat16), LATER, cache=loaded)
     assert actual.dtype == torch.bfloat16
     torch.testing.assert_close(actual.float(), expected, rtol=0.1, atol=0.3)
-    weights = [layer.state.memory.weights[0].dtype for layer in loaded.layers]
+    weights = [layer.state.memory.memory.weights[0].dtype for layer in loaded.layers]
     assert weights == [torch.float32] * 2
 
 

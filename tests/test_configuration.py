@@ -22,18 +22,26 @@ EVERY_FIELD = {
     "intermediate_size": 56,
     "num_hidden_layers": 3,
     "num_attention_heads": 5,
+    "num_key_value_heads": 1,
+    "head_dim": 6,
     "hidden_act": "gelu",
     "max_position_embeddings": 99,
     "initializer_range": 0.5,
     "rms_norm_eps": 1e-3,
     "use_cache": False,
     "tie_word_embeddings": True,
+    "rope_parameters": {"rope_theta": 500.0, "rope_type": "linear", "factor": 2.0},
+    "attention_bias": True,
+    "attention_dropout": 0.1,
     "pad_token_id": 3,
     "bos_token_id": 4,
     "eos_token_id": [5, 6],
+    "variant": "mag",
     "sliding_window": 11,
     "segment_length": 13,
     "num_persistent_tokens": 0,
+    "memory_gating": "sigmoid",
+    "memory_gate_granularity": "chunk",
     "memory_num_heads": 3,
     "memory_head_dim": 7,
     "memory_depth": 3,
@@ -52,9 +60,7 @@ EVERY_FIELD = {
 }
 # What this version builds only one way.
 SINGLE_CHOICE = {
-    "variant",
     "memory_rule",
-    "memory_gate_granularity",
     "memory_caching",
     "cache_initialization",
     "cache_segmentation",
@@ -83,6 +89,30 @@ def test_documented_defaults():
     assert config.model_type == "titans"
     assert config.memory_num_heads == config.num_attention_heads
     assert config.memory_head_dim == config.hidden_size // config.num_attention_heads
+    assert config.num_key_value_heads == config.num_attention_heads
+    assert config.head_dim == config.hidden_size // config.num_attention_heads
+    assert config.rope_parameters == {"rope_theta": 10000.0, "rope_type": "default"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_key_value_heads": 5}, "num_key_value_heads must divide num_attention_heads=12, got 5"),
+        ({"variant": "mal", "head_dim": 7}, "head_dim must be even for rotary embeddings, got 7"),
+        ({"attention_dropout": 1.0}, "attention_dropout must be >= 0 and < 1, got 1.0"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, r"rope_type'\] must be one of .* got 'dynamic'"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "must be 1.0, got 0.5"),
+        ({"variant": "mac", "segment_length": 100}, "multiple of memory_chunk_size=64 in variant 'mac', got 100"),
+        ({"memory_gating": "relu"}, "memory_gating must be one of .* got 'relu'"),
+    ],
+)
+def test_attention_that_cannot_be_is_refused(fields, message):
+    with pytest.raises(REFUSED, match=message):
+        TitansConfig(**fields)
+
+
+def test_segments_need_not_fit_without_segments():
+    assert TitansConfig(variant="mag", segment_length=100).segment_length == 100
 
 
 @pytest.mark.parametrize(
@@ -166,9 +196,7 @@ def test_unknown_word_is_refused_with_the_allowed_ones(name):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        *[("variant", word) for word in ("mal", "mag", "mac")],
         *[("memory_rule", word) for word in ("dla", "linear_attention", "swla")],
-        ("memory_gate_granularity", "chunk"),
         *[("memory_caching", word) for word in WORDS["memory_caching"]],
         ("cache_initialization", "independent"),
         ("cache_segmentation", "logarithmic"),
@@ -284,7 +312,7 @@ def test_wrong_type_is_refused_at_construction_and_assignment(name, value):
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("memory_max_forget", 2.0), ("memory_depth", 0), ("variant", "mac"), ("connector", "none")]
+    ("name", "value"), [("memory_max_forget", 2.0), ("memory_depth", 0), ("variant", "max"), ("connector", "none")]
 )
 def test_value_broken_by_assignment_is_not_saved(name, value, tmp_path):
     config = TitansConfig()

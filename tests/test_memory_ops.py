@@ -269,11 +269,13 @@ def run_in_pieces(inputs, cuts: list[int], backend: str = "auto", **overrides):
     [list(range(22)), [0, 1, 8, 11, 15, 20, 21], [0, 20, 21], [0, 1, 21]],
     ids=["single_tokens", "odd_pieces", "last_token", "first_token"],
 )
+@pytest.mark.parametrize("granularity", ["token", "chunk"])
 @pytest.mark.parametrize("rows", ["alike", "masked", "packed"])
-def test_calls_with_the_state_handed_on_equal_one_call(backend, rows, cuts):
+def test_calls_with_the_state_handed_on_equal_one_call(backend, rows, granularity, cuts):
     mask = bits("001110111111011101110", "111111111110000000000") if rows != "alike" else None
     starts = bits("001000000100000000010", "000010000000000000000") if rows == "packed" else None
-    inputs = make_inputs(length=21, count=1, mask=mask, document_starts=starts).require_grad()
+    inputs = make_inputs(length=21, count=1, mask=mask, document_starts=starts, gate_granularity=granularity)
+    inputs = inputs.require_grad()
     expected = result_tensors(run_op(inputs, backend), 4)
     actual = result_tensors(run_in_pieces(inputs, cuts, backend), 4)
     assert_same(actual, expected, 1e-10)

@@ -48,6 +48,11 @@ OPTIONS = {
     "chunk_size_float": ("chunk_size", lambda c: 4.0, ["chunk_size must be an integer", "4.0"]),
     "chunk_size_bool": ("chunk_size", lambda c: True, ["chunk_size must be an integer", "True"]),
     "rule_unknown": ("rule", lambda r: "hebbian", ["rule must be one of", "titans", "hebbian"]),
+    "gate_granularity_unknown": (
+        "gate_granularity",
+        lambda g: "row",
+        ["gate_granularity must be one of", "token", "chunk", "row"],
+    ),
     "backend_unknown": ("backend", lambda b: "cuda", ["backend must be one of", "recurrent", "chunked", "cuda"]),
     "norm_weight_alone": ("norm_bias", lambda b: None, ["norm_weight", "norm_bias", "both"]),
     "norm_bias_alone": ("norm_weight", lambda w: None, ["norm_weight", "norm_bias", "both"]),

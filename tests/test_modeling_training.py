@@ -234,7 +234,7 @@ def test_16_bit_model_trains_with_a_float32_state(dtype):
         parameter.data.copy_(stored.data)
     output = model(ids, labels=ids, use_cache=True)
     assert output.logits.dtype == dtype
-    assert all(t.dtype == torch.float32 for layer in output.cache.layers for t in iterate_floats(layer.state.memory))
+    assert all(t.dtype == torch.float32 for layer in output.cache.layers for t in iterate_floats(layer.state.memory.memory))
     exact = reference(ids, labels=ids)
     # Activations are rounded about ten times in each of two layers.
     unit = torch.finfo(dtype).eps
@@ -255,7 +255,7 @@ def test_autocast_trains_with_a_float32_state(model_dtype, dtype):
     cache = TitansCache(model.config)
     with torch.autocast("cpu", dtype=dtype):
         output = model(ids, labels=ids, cache=cache)
-    assert all(t.dtype == torch.float32 for layer in cache.layers for t in iterate_floats(layer.state.memory))
+    assert all(t.dtype == torch.float32 for layer in cache.layers for t in iterate_floats(layer.state.memory.memory))
     gradients = parameter_gradients(model, output.loss)
     unit = max(torch.finfo(dtype).eps, torch.finfo(model_dtype).eps)
     expected = parameter_gradients(reference, reference(ids, labels=ids).loss)

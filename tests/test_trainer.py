@@ -280,7 +280,7 @@ def test_carried_training_in_bfloat16_keeps_a_float32_memory(tmp_path):
     trainer.train()
     assert np.isfinite(logged_losses(trainer)).all()
     cache = TitansCache.from_pretrained(tmp_path / "checkpoint-3" / MEMORY_FOLDER / "rank_0")
-    assert all(weight.dtype == torch.float32 for weight in cache.layers[0].state.memory.weights)
+    assert all(weight.dtype == torch.float32 for weight in cache.layers[0].state.memory.memory.weights)
 
 
 def test_evaluating_between_steps_does_not_disturb_the_carried_memory(tmp_path):

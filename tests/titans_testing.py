@@ -126,6 +126,7 @@ def oracle_memory(
     document_starts: torch.Tensor | None = None,
     start_weights: Sequence[torch.Tensor] | None = None,
     start_momentum: Sequence[torch.Tensor] | None = None,
+    gate_granularity: str = "token",
     **network: Any,
 ) -> OracleResult:
     """The neural memory over one row, token by token. Titans, eq. 13-16, with the gradient at the chunk's start.
@@ -137,6 +138,7 @@ def oracle_memory(
         chunk_size: C. forget_to_weights: where forgetting leads; None: to zero.
         mask: (T,) real tokens. document_starts: (T,) real tokens before which the row goes back to
             (``start_weights``, ``start_momentum``) with nothing pending.
+        gate_granularity: whose gates a token has: "token", its own; "chunk", those of the first token in its chunk.
         network: norm_weight, norm_bias, norm_eps, residual of `memory_network`.
     """
     anchor_w, anchor_s = list(weights), list(momentum)
@@ -147,7 +149,9 @@ def oracle_memory(
 
     def write(token):
         nonlocal anchor_w, anchor_s, running_w, running_s, open_chunk
-        token_k, token_v, step, forget, decay = token
+        token_k, token_v, *own_gates = token
+        first = open_chunk[0] if open_chunk and gate_granularity == "chunk" else None
+        step, forget, decay = own_gates if first is None else first[2:]
         loss, gradient = inner_loss_and_gradient(token_k, token_v, anchor_w, **network)
         step, forget, decay = (gate[:, None, None] for gate in (step, forget, decay))
         running_s = [decay * s - step * u for s, u in zip(running_s, gradient, strict=True)]
@@ -193,6 +197,7 @@ class OpInputs:
     norm_bias: torch.Tensor | None = None
     residual: bool = True
     forget_to_weights: tuple[torch.Tensor, ...] | None = None
+    gate_granularity: str = "token"
     mask: torch.Tensor | None = None
     document_starts: torch.Tensor | None = None
     start_weights: tuple[torch.Tensor, ...] = field(default=())
@@ -305,6 +310,7 @@ def make_inputs(
     norm: bool = True,
     residual: bool = True,
     forget_to: str = "zero",
+    gate_granularity: str = "token",
     mask: torch.Tensor | None = None,
     document_starts: torch.Tensor | None = None,
     max_step: float = 0.1,
@@ -348,6 +354,7 @@ def make_inputs(
         norm_bias=0.3 * normal(heads, head_dim) if norm else None,
         residual=residual,
         forget_to_weights=layers(scale=1.0) if forget_to == "start" else None,
+        gate_granularity=gate_granularity,
         mask=mask,
         document_starts=document_starts,
         start_weights=layers(1, scale=1.0) if document_starts is not None else (),
@@ -377,6 +384,7 @@ def op_arguments(inputs: OpInputs) -> dict[str, Any]:
         "norm_bias": inputs.norm_bias,
         "residual": inputs.residual,
         "forget_to_weights": inputs.forget_to_weights,
+        "gate_granularity": inputs.gate_granularity,
         "layout": layout,
         "start_state": start_state,
     }
@@ -444,6 +452,7 @@ def oracle_row(inputs: OpInputs, row: int) -> OracleResult:
         [tuple(t[row, i] for t in inputs.pending) for i in range(count)],
         chunk_size=inputs.chunk_size,
         forget_to_weights=inputs.forget_to_weights,
+        gate_granularity=inputs.gate_granularity,
         mask=None if inputs.mask is None else inputs.mask[row],
         document_starts=None if inputs.document_starts is None else inputs.document_starts[row],
         start_weights=[w[0] for w in inputs.start_weights],
@@ -560,6 +569,7 @@ OPTIONS = {
     "conv_1": {"memory_conv_kernel_size": 1},
     "no_momentum": {"memory_momentum": False},
     "no_forgetting": {"memory_forgetting": False},
+    "chunk_gates": {"memory_gate_granularity": "chunk"},
     "forget_to_start": {"memory_forget_to": "start"},
     "no_residual": {"memory_residual": False},
     "no_norm": {"memory_norm": False},

@@ -1,0 +1,328 @@
+# Copyright 2026 The transformers-titans authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Attention over a sliding window, or over the open segment, with persistent tokens in front (Titans, section 4).
+
+Persistent tokens have no position. Their scores therefore come from the query before its rotation, and keys that are
+rotated and keys that are not must share one softmax. flash-attn computes both parts, merged by their log-sum-exp. The
+other implementations are given queries and keys with P more dimensions: the query's scores with the P persistent
+tokens there, and unit vectors as those tokens' keys.
+
+Shapes: B rows, T tokens, H query heads, G key heads, D head dimension, K kept keys, P persistent tokens.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from .attention_layout import FLASH, AttentionLayout, Blocks
+from .configuration_titans import TitansConfig
+from .layer_state import AttentionState
+from .merged_flash_attention import AttentionPart, merged_flash_attention
+from .token_layout import take
+
+
+IMPLEMENTATIONS = ("eager", "sdpa", "flex_attention", *FLASH)
+
+
+class TitansRotaryEmbedding(nn.Module):
+    """Cosine and sine of each token's position times RoPE's frequencies.
+
+    In float64 where the device has it: a window far into a text then has the phases of one at its start.
+    """
+
+    def __init__(self, config: TitansConfig):
+        super().__init__()
+        self.config = config
+
+    def forward(self, hidden_states: torch.Tensor, position: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """``position`` (B or 1, T) -> cos, sin (B or 1, T, D), float64 for float64 ``hidden_states``, else float32."""
+        dtype = torch.float32 if position.device.type == "mps" else torch.float64
+        target = torch.promote_types(hidden_states.dtype, torch.float32)
+        frequencies, scale = self._frequencies(position.device, dtype)
+        angles = position.unsqueeze(-1).to(dtype) * frequencies
+        angles = torch.cat([angles, angles], -1)
+        return tuple((scale * f(angles)).to(target) for f in (torch.cos, torch.sin))
+
+    def _frequencies(self, device, dtype) -> tuple[torch.Tensor, float]:
+        parameters = self.config.rope_parameters
+        if parameters["rope_type"] not in ("default", "linear"):
+            frequencies, scale = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](self.config, device)
+            return frequencies.to(dtype), scale
+        exponent = torch.arange(0, self.config.head_dim, 2, device=device, dtype=dtype) / self.config.head_dim
+        return parameters["rope_theta"] ** -exponent / parameters.get("factor", 1.0), 1.0
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """RoPE on x (B, heads, T, D) with cos and sin (B or 1, T, D), halves as pairs; rounded once, to x's dtype."""
+    first, second = x.chunk(2, -1)
+    return (x * cos.unsqueeze(1) + torch.cat([-second, first], -1) * sin.unsqueeze(1)).to(x.dtype)
+
+
+def repeat_kv(x: torch.Tensor, copies: int) -> torch.Tensor:
+    """(B, G, S, D) -> (B, G * copies, S, D)."""
+    return x if copies == 1 else x.repeat_interleave(copies, dim=1)
+
+
+def eager_attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor,
+    scaling: float,
+    dropout: float = 0.0,
+    num_persistent: int = 0,
+    query_mask: torch.Tensor | None = None,
+    **kwargs,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention as it is written down.
+
+    Args:
+        module: the `TitansAttention` that attends.
+        query: (B, H, T, E); key: (B, G, S, E); value: (B, G, S, F).
+        attention_mask: (B or 1, 1, T, S), added to the scores.
+        scaling, dropout: of the scores, and of the weights in training.
+        num_persistent: P, keys in front whose weights are not returned.
+        query_mask: (B, T) real tokens, or None; the weights of others are zero.
+
+    Returns:
+        The output (B, T, H, F), and the weights (B, H, T, S - P) that it has been made with.
+    """
+    key, value = (repeat_kv(x, module.num_key_value_groups) for x in (key, value))
+    scores = query @ key.mT * scaling + attention_mask
+    weights = torch.softmax(scores, -1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(query.dtype)
+    weights = F.dropout(weights, dropout, module.training)
+    persistent, weights = weights.split([num_persistent, weights.shape[-1] - num_persistent], -1)
+    if query_mask is not None:
+        weights = torch.where(query_mask[:, None, :, None], weights, 0)
+    output = torch.cat([persistent, weights], -1) @ value
+    return output.transpose(1, 2).contiguous(), weights
+
+
+class _Heads(NamedTuple):
+    """The heads of one call; persistent and retrieved ones are None where there are none.
+
+    Attributes:
+        query, plain_query: (B, H, T, D), rotated and as projected.
+        keys, values: (B, G, K + T, D) kept and new ones.
+        persistent_keys, persistent_values: (G, P, D).
+        retrieved_keys, retrieved_values: as ``keys``.
+    """
+
+    query: torch.Tensor
+    plain_query: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    persistent_keys: torch.Tensor | None
+    persistent_values: torch.Tensor | None
+    retrieved_keys: torch.Tensor | None
+    retrieved_values: torch.Tensor | None
+
+
+class TitansAttention(nn.Module):
+    """Multi-head attention with grouped keys over what an `AttentionLayout` lets each token see."""
+
+    def __init__(self, config: TitansConfig, layer_idx: int):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.num_heads, self.num_key_value_heads = config.num_attention_heads, config.num_key_value_heads
+        self.num_key_value_groups = self.num_heads // self.num_key_value_heads
+        self.head_dim = config.head_dim
+        self.scaling = self.head_dim**-0.5
+        self.attention_dropout = config.attention_dropout
+        self.is_causal = True
+        width, bias = config.hidden_size, config.attention_bias
+        self.q_proj = nn.Linear(width, self.num_heads * self.head_dim, bias=bias)
+        self.k_proj = nn.Linear(width, self.num_key_value_heads * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(width, self.num_key_value_heads * self.head_dim, bias=bias)
+        self.o_proj = nn.Linear(self.num_heads * self.head_dim, width, bias=bias)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        layout: AttentionLayout,
+        state: AttentionState | None = None,
+        prefix_states: torch.Tensor | None = None,
+        retrieved_states: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, AttentionState]:
+        """Attends.
+
+        Args:
+            hidden_states: (B, T, hidden_size).
+            position_embeddings: cos and sin, (B or 1, T, D) each.
+            layout: what each token sees, built for this state's count.
+            state: the keys kept from earlier calls; None: none.
+            prefix_states: (P, hidden_size) persistent tokens, visible to all and without a position, or None.
+            retrieved_states: (B, T, hidden_size) tokens beside the call's own, visible from the same token on and at
+                the same position, or None.
+
+        Returns:
+            The output (B, T, hidden_size) and, with eager attention, the weights (B, H, T, K + T) of kept and new
+            tokens (then of what was retrieved for them), else None, both zero at masked tokens; and the keys to keep.
+
+        Raises:
+            ValueError: if the attention implementation is none of `IMPLEMENTATIONS`.
+        """
+        heads = self._project(hidden_states, position_embeddings, layout, state, prefix_states, retrieved_states)
+        implementation = self.config._attn_implementation
+        if implementation not in IMPLEMENTATIONS:
+            raise ValueError(f"attn_implementation must be one of {IMPLEMENTATIONS}, got {implementation!r}")
+        weights = None
+        if implementation in FLASH:
+            output = self._flash(heads, layout, implementation)
+        else:
+            output, weights = self._masked(heads, layout, implementation)
+        output = self.o_proj(output.flatten(2))
+        if layout.mask is not None:
+            output = torch.where(layout.mask.unsqueeze(-1), output, 0)
+        kept = [None if t is None else layout.keep(t) for t in (heads.keys, heads.values, *heads[-2:])]
+        return output, weights, AttentionState(*kept, layout.kept_count)
+
+    def _project(self, hidden_states, position_embeddings, layout, state, prefix_states, retrieved_states) -> _Heads:
+        plain_query = self._split(self.q_proj(hidden_states))
+        query = rotate(plain_query, *position_embeddings)
+        kept = (None,) * 4 if state is None else state[:4]
+
+        def keys_and_values(x, kept_keys, kept_values):
+            keys, values = rotate(self._split(self.k_proj(x)), *position_embeddings), self._split(self.v_proj(x))
+            if layout.mask is not None:
+                # Whatever stands at a masked token must not even be multiplied by zero.
+                keys, values = (torch.where(layout.mask[:, None, :, None], t, 0) for t in (keys, values))
+            if kept_keys is None:
+                return keys, values
+            return torch.cat([kept_keys.to(keys.dtype), keys], 2), torch.cat([kept_values.to(keys.dtype), values], 2)
+
+        keys, values = keys_and_values(hidden_states, *kept[:2])
+        persistent = retrieved = (None, None)
+        if prefix_states is not None:
+            persistent = (self._split(proj(prefix_states)) for proj in (self.k_proj, self.v_proj))
+        if retrieved_states is not None:
+            retrieved = keys_and_values(retrieved_states, *kept[2:])
+        return _Heads(query, plain_query, keys, values, *persistent, *retrieved)
+
+    def _split(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., T, heads * D) -> (..., heads, T, D)."""
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(-3, -2)
+
+    def _masked(self, heads: _Heads, layout: AttentionLayout, implementation: str):
+        """Through transformers' attention interface; returns the output (B, T, H, D) and weights or None."""
+        query, keys, values = heads.query, heads.keys, heads.values
+        if layout.blocks is not None:
+            query, keys, values = _to_blocks(query, keys, values, layout.blocks)
+        if heads.retrieved_keys is not None:
+            keys = torch.cat([keys, heads.retrieved_keys], 2)
+            values = torch.cat([values, heads.retrieved_values], 2)
+        num_persistent = 0
+        if heads.persistent_keys is not None:
+            num_persistent = heads.persistent_keys.shape[1]
+            scores = self._persistent_scores(heads)
+            if layout.blocks is not None:
+                scores = _queries_to_blocks(scores, layout.blocks)
+            query, keys, values = _prepend(query, keys, values, scores, heads.persistent_values)
+        attention = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
+        output, weights = attention(
+            self,
+            query,
+            keys,
+            values,
+            layout.attention_mask,
+            dropout=self.attention_dropout if self.training else 0.0,
+            scaling=self.scaling,
+            num_persistent=num_persistent,
+            query_mask=layout.mask,
+        )
+        output = output[..., : self.head_dim]
+        if layout.blocks is not None:
+            output = _from_blocks(output, layout.blocks, heads.query.shape[2])
+        return output, weights if implementation == "eager" else None
+
+    def _persistent_scores(self, heads: _Heads) -> torch.Tensor:
+        """(B, H, T, P) products of unrotated queries and persistent keys."""
+        return heads.plain_query @ repeat_kv(heads.persistent_keys[None], self.num_key_value_groups).mT
+
+    def _flash(self, heads: _Heads, layout: AttentionLayout, implementation: str) -> torch.Tensor:
+        """Windowed, retrieved and persistent keys one after another, merged; returns (B, T, H, D)."""
+        table = layout.sequences
+
+        def flat(x, index):
+            x = x.transpose(1, 2).flatten(0, 1)
+            return x if index is None else x[index]
+
+        query, plain_query = flat(heads.query, table.queries), flat(heads.plain_query, table.queries)
+        lengths = (table.cu_queries, table.cu_keys, table.max_queries, table.max_keys)
+        groups = [(heads.keys, heads.values)]
+        if heads.retrieved_keys is not None:
+            groups.append((heads.retrieved_keys, heads.retrieved_values))
+        parts = [
+            AttentionPart(query, flat(k, table.keys), flat(v, table.keys), *lengths, True, layout.window)
+            for k, v in groups
+        ]
+        if heads.persistent_keys is not None:
+            keys, values = (x.transpose(0, 1) for x in (heads.persistent_keys, heads.persistent_values))
+            number = keys.shape[0]
+            borders = torch.tensor([0, number], dtype=torch.int32, device=keys.device)
+            lengths = (table.total, borders, query.shape[0], number)
+            parts.append(AttentionPart(plain_query, keys, values, *lengths, False, None))
+        dropout = self.attention_dropout if self.training else 0.0
+        output = merged_flash_attention(parts, self.scaling, implementation, dropout)
+        shape = heads.query.transpose(1, 2).shape
+        if table.queries is not None:
+            whole = output.new_zeros(shape[0] * shape[1], *output.shape[1:])
+            output = whole.index_copy(0, table.queries, output)
+        return output.view(shape)
+
+
+def _prepend(query, keys, values, scores, persistent_values):
+    """Puts P persistent tokens in front of the keys: their scores (B, H, T, P) enter through P more dimensions.
+
+    All dimensions are filled up with zeros to one multiple of 8, which fused kernels ask for.
+    """
+    number = scores.shape[-1]
+    width = -(-(query.shape[-1] + number) // 8) * 8
+    batch_size, num_heads = keys.shape[:2]
+    unit = torch.eye(number, dtype=keys.dtype, device=keys.device).expand(batch_size, num_heads, -1, -1)
+    before, behind = keys.shape[-1], width - keys.shape[-1] - number
+    unit = F.pad(unit, (before, behind))
+    keys = torch.cat([unit, F.pad(keys, (0, width - keys.shape[-1]))], 2)
+    values = torch.cat([persistent_values.expand(batch_size, -1, -1, -1), values], 2)
+    values = F.pad(values, (0, width - values.shape[-1]))
+    query = F.pad(torch.cat([query, scores], -1), (0, behind))
+    return query, keys, values
+
+
+def _to_blocks(query, keys, values, blocks: Blocks):
+    """(B, heads, T, D) queries and (B, heads, K + T, D) keys -> (B * N, heads, W, D) and (B * N, heads, 2 W, D)."""
+    num_kept = keys.shape[2] - query.shape[2]
+
+    def windows(x):
+        kept = F.pad(x[:, :, :num_kept], (0, 0, blocks.size - num_kept, 0))
+        x = torch.cat([kept, _in_order(x[:, :, num_kept:], blocks)], 2).unfold(2, 2 * blocks.size, blocks.size)
+        return x.permute(0, 2, 1, 4, 3).flatten(0, 1)
+
+    return _queries_to_blocks(query, blocks), windows(keys), windows(values)
+
+
+def _queries_to_blocks(query: torch.Tensor, blocks: Blocks) -> torch.Tensor:
+    query = _in_order(query, blocks).unflatten(2, (blocks.number, blocks.size))
+    return query.transpose(1, 2).flatten(0, 1)
+
+
+def _in_order(x: torch.Tensor, blocks: Blocks) -> torch.Tensor:
+    """(B, heads, T, D) -> (B, heads, N * W, D): real tokens first, zeros behind them."""
+    if blocks.source is None:
+        return F.pad(x, (0, 0, 0, blocks.number * blocks.size - x.shape[2]))
+    return take(F.pad(x, (0, 0, 0, 1)).transpose(1, 2), blocks.source).transpose(1, 2)
+
+
+def _from_blocks(output: torch.Tensor, blocks: Blocks, num_columns: int) -> torch.Tensor:
+    """(B * N, W, H, D) -> (B, T, H, D)."""
+    output = output.unflatten(0, (-1, blocks.number)).flatten(1, 2)
+    if blocks.place is None:
+        return output[:, :num_columns]
+    return take(F.pad(output, (0, 0, 0, 0, 0, 1)), blocks.place)

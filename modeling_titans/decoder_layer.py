@@ -1,0 +1,235 @@
+# Copyright 2026 The transformers-titans authors.
+# SPDX-License-Identifier: Apache-2.0
+"""One block of each of the paper's architectures (Titans, section 4)."""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.activations import ACT2FN
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from .attention_titans import TitansAttention
+from .configuration_titans import TitansConfig
+from .layer_plan import LayerPlan
+from .layer_state import AttentionState, TitansLayerState
+from .memory_layer import TitansNeuralMemory, TitansRMSNorm
+from .memory_state import MemoryState, NeuralMemoryState, SegmentState, map_tensors
+from .segment_plan import SegmentPiece
+
+
+class TitansLayerOutput(NamedTuple):
+    """A block's result: the stream (B, T, hidden_size), the state behind it, inner losses, attention weights."""
+
+    hidden_states: torch.Tensor
+    state: TitansLayerState
+    surprise: torch.Tensor | None
+    attentions: torch.Tensor | None
+
+
+class TitansMLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: TitansConfig):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.act_fn = ACT2FN[config.hidden_act]
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))
+
+
+class TitansCombination(nn.Module):
+    """Attention gated by memory: RMSNorm(y) * act(RMSNorm(m)) (Titans, eq. 25 and 28), with learned scales."""
+
+    def __init__(self, config: TitansConfig):
+        super().__init__()
+        self.attention_norm = TitansRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.memory_norm = TitansRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.act_fn = ACT2FN[config.memory_gating]
+
+    def forward(self, normed_attention: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+        """(B, T, hidden_size) each, the first one already through ``attention_norm``."""
+        return normed_attention * self.act_fn(self.memory_norm(memory))
+
+
+class TitansDecoderLayer(GradientCheckpointingLayer):
+    """One block: pre-norm, memory and attention as the variant wires them, then the MLP, added to the stream.
+
+    The block has no mutable state: what it has read is `TitansLayerState`, an argument and a result of every call.
+    """
+
+    def __init__(self, config: TitansConfig, layer_idx: int):
+        super().__init__()
+        self.config = config
+        self.persistent_tokens = None
+        if config.num_persistent_tokens:
+            self.persistent_tokens = nn.Parameter(torch.empty(config.num_persistent_tokens, config.hidden_size))
+        self.input_layernorm = TitansRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.memory = TitansNeuralMemory(config, layer_idx)
+        if config.variant != "lmm":
+            self.self_attn = TitansAttention(config, layer_idx)
+        if config.variant == "mal":
+            self.pre_attention_layernorm = TitansRMSNorm(config.hidden_size, config.rms_norm_eps)
+        elif config.variant in ("mag", "mac"):
+            self.combination = TitansCombination(config)
+        self.pre_mlp_layernorm = TitansRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = TitansMLP(config)
+        self.initializer_range = config.initializer_range
+        self.initialise(nn.init)
+
+    def initialise(self, init) -> None:
+        """Fills the block's own parameters through the functions of module ``init``."""
+        if self.persistent_tokens is not None:
+            init.normal_(self.persistent_tokens, mean=0.0, std=self.initializer_range)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        state: TitansLayerState | None = None,
+        plan: LayerPlan | None = None,
+        output_surprise: bool = False,
+        only_state: bool = False,
+    ) -> TitansLayerOutput:
+        """One block over the stream (B, T, hidden_size), from a state to the next; ``plan`` is the call's.
+
+        With ``only_state`` nothing but the state of the result means anything.
+        """
+        mixer = getattr(self, f"_{self.config.variant}")
+        mixed, state, surprise, attentions = mixer(hidden_states, state, plan, output_surprise)
+        if not only_state:
+            hidden_states = hidden_states + mixed
+            hidden_states = hidden_states + self.mlp(self.pre_mlp_layernorm(hidden_states))
+        return TitansLayerOutput(hidden_states, state, surprise, attentions)
+
+    def _prefix(self, norm: nn.Module) -> torch.Tensor | None:
+        return None if self.persistent_tokens is None else norm(self.persistent_tokens)
+
+    def _remember(self, normed, state, plan: LayerPlan, output_surprise: bool):
+        """The memory over [P; x]."""
+        return self.memory(
+            normed,
+            None if state is None else state.memory,
+            layout=plan.memory,
+            prefix_states=self._prefix(self.input_layernorm),
+            output_surprise=output_surprise,
+        )
+
+    def _attend(self, normed, state, plan: LayerPlan, norm: nn.Module):
+        """Sliding-window attention over [P; x]."""
+        kept = None if state is None else state.attention
+        return self.self_attn(normed, plan.position_embeddings, plan.attention, kept, self._prefix(norm))
+
+    def _lmm(self, hidden_states, state, plan, output_surprise):
+        """The memory alone."""
+        memory = self._remember(self.input_layernorm(hidden_states), state, plan, output_surprise)
+        return memory.hidden_states, TitansLayerState(memory.state), memory.surprise, None
+
+    def _mal(self, hidden_states, state, plan, output_surprise):
+        """Memory as a layer: the memory, then attention (Titans, eq. 29-31)."""
+        memory = self._remember(self.input_layernorm(hidden_states), state, plan, output_surprise)
+        remembered = memory.hidden_states
+        norm = self.pre_attention_layernorm
+        y, weights, kept = self._attend(norm(hidden_states + remembered), state, plan, norm)
+        return remembered + y, TitansLayerState(memory.state, kept), memory.surprise, weights
+
+    def _mag(self, hidden_states, state, plan, output_surprise):
+        """Memory as a gate: both read the same (Titans, eq. 26-28)."""
+        normed = self.input_layernorm(hidden_states)
+        y, weights, kept = self._attend(normed, state, plan, self.input_layernorm)
+        memory = self._remember(normed, state, plan, output_surprise)
+        mixed = self.combination(self.combination.attention_norm(y), memory.hidden_states)
+        return mixed, TitansLayerState(memory.state, kept), memory.surprise, weights
+
+    def _mac(self, hidden_states, state, plan, output_surprise):
+        """Memory as a context, segment after segment (Titans, eq. 21-25)."""
+        normed, prefix = self.input_layernorm(hidden_states), self._prefix(self.input_layernorm)
+        start = None
+        if state is None or any(piece.restart is not None for piece in plan.segments.pieces):
+            start = self._start(hidden_states)
+        state = start if state is None else state
+        mixed, surprises = [], []
+        for piece in plan.segments.pieces:
+            state = _enter(state, start, piece)
+            x = piece.take(normed)
+            retrieved = self.memory(x, state.segment, layout=piece.memory)
+            y, _, kept = self.self_attn(
+                x,
+                piece.position_embeddings,
+                piece.attention,
+                state.attention,
+                prefix,
+                self.input_layernorm(retrieved.hidden_states),
+            )
+            y = self.combination.attention_norm(y)
+            memory = self.memory(y, state.memory, layout=piece.memory, output_surprise=output_surprise)
+            mixed.append(self.combination(y, memory.hidden_states))
+            surprises.append(memory.surprise)
+            state = _leave(TitansLayerState(memory.state, kept, retrieved.state), piece)
+        surprise = plan.segments.join(surprises) if output_surprise else None
+        return plan.segments.join(mixed), state, surprise, None
+
+    def _start(self, hidden_states: torch.Tensor) -> TitansLayerState:
+        """The state before any token, for every row; in `mac` the memory does not read the persistent tokens."""
+        batch_size = hidden_states.shape[0]
+        memory = self.memory.start_state().expand(batch_size)
+        tail = memory.conv_tail
+        if tail is not None:
+            tail = tail[..., : tail.shape[-1] // 3]
+        attention = self.self_attn
+        none = hidden_states.new_zeros(batch_size, attention.num_key_value_heads, 0, attention.head_dim)
+        kept = AttentionState(none, none, none, none, 0)
+        return TitansLayerState(memory, kept, SegmentState(memory.memory.weights, tail))
+
+
+def _enter(state: TitansLayerState, start: TitansLayerState | None, piece: SegmentPiece) -> TitansLayerState:
+    """Where rows differ: pending tokens of every row in the same places, and rows that begin a document restarted."""
+    if piece.columns is None:
+        return state
+    memory, size = state.memory.memory, piece.memory.chunk_size
+    pending = map_tensors(lambda t: F.pad(t, (0, 0) * (t.dim() - 2) + (0, size - 1 - t.shape[1])), memory.pending)
+    memory = memory._replace(pending=pending, count=piece.memory.count)
+    state = state._replace(memory=state.memory._replace(memory=memory), attention=_widened(state.attention, piece))
+    if piece.restart is None:
+        return state
+    weights, momentum = (
+        _where(piece.restart, a, b)
+        for a, b in ((start.memory.memory.weights, memory.weights), (start.memory.memory.momentum, memory.momentum))
+    )
+    pending = map_tensors(lambda t: _where(piece.restart, torch.zeros_like(t), t), memory.pending)
+    memory = MemoryState(weights, momentum, pending, piece.memory.count)
+    tail = _where(piece.restart, start.memory.conv_tail, state.memory.conv_tail)
+    segment = SegmentState(
+        _where(piece.restart, start.segment.segment_weights, state.segment.segment_weights),
+        _where(piece.restart, start.segment.conv_tail, state.segment.conv_tail),
+    )
+    return TitansLayerState(NeuralMemoryState(memory, tail), state.attention, segment)
+
+
+def _widened(attention: AttentionState, piece: SegmentPiece) -> AttentionState:
+    """Kept keys (B, G, K, D) right-aligned in as many places as rows that differ have."""
+    missing = piece.attention.window - 1 - attention.keys.shape[2]
+    kept = [F.pad(t, (0, 0, missing, 0)) for t in attention[:4]]
+    return AttentionState(*kept, piece.attention.count)
+
+
+def _leave(state: TitansLayerState, piece: SegmentPiece) -> TitansLayerState:
+    """At a segment's end the memory's weights become those that the next segment reads."""
+    if piece.closed is False:
+        return state
+    weights = state.memory.memory.weights
+    if piece.closed is not True:
+        weights = _where(piece.closed, weights, state.segment.segment_weights)
+    return state._replace(segment=state.segment._replace(segment_weights=weights))
+
+
+def _where(rows: torch.Tensor, chosen, other):
+    """By row: ``chosen`` where ``rows`` (B,) is true, else ``other``; tensors, tuples of them, or None."""
+    if other is None:
+        return None
+    if isinstance(other, tuple):
+        return tuple(_where(rows, *pair) for pair in zip(chosen, other, strict=True))
+    return torch.where(rows.view(-1, *(1,) * (other.dim() - 1)), chosen.to(other.dtype), other)

@@ -1,0 +1,80 @@
+# Copyright 2026 The transformers-titans authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What one call looks like to the layers: prepared once by the model, the same for all of them."""
+
+from dataclasses import dataclass
+
+import torch
+
+from .attention_layout import AttentionLayout
+from .call_plan import Columns
+from .configuration_titans import TitansConfig
+from .segment_plan import SegmentOptions, SegmentPlan, plan_segments
+from .token_layout import TensorTable, TokenLayout
+
+
+@dataclass(frozen=True)
+class LayerPlan(TensorTable):
+    """The layouts of one call; those that a variant does not use are None.
+
+    Attributes:
+        memory: for the memory of `lmm`, `mal` and `mag`; None also where all rows are alike and nothing was read.
+        attention: for the sliding window of `mal` and `mag`.
+        position_embeddings: cos and sin, (B or 1, T, D) each, for them.
+        segments: for `mac`.
+    """
+
+    memory: TokenLayout | None = None
+    attention: AttentionLayout | None = None
+    position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None
+    segments: SegmentPlan | None = None
+
+
+def plan_layers(
+    config: TitansConfig,
+    hidden_states: torch.Tensor,
+    columns: Columns | None,
+    memory_count: int | torch.Tensor,
+    attention_count: int | torch.Tensor,
+    rotary_embedding,
+) -> LayerPlan:
+    """Plans a call.
+
+    Args:
+        config: the model's.
+        hidden_states: (B, T, hidden_size), for its shape, device and dtype.
+        columns: what the columns are; None: T real tokens in each row and nothing read before.
+        memory_count: tokens pending in the memories' open chunks (`MemoryState.count`).
+        attention_count: keys that attention has kept (`AttentionState.count`).
+        rotary_embedding: a `TitansRotaryEmbedding`, or None in `lmm`.
+    """
+    shape, device = tuple(hidden_states.shape[:2]), hidden_states.device
+    mask, starts = (None, None) if columns is None else columns.exceptions()
+    ragged = any(x is not None for x in (mask, starts)) or not isinstance(memory_count, int)
+    if ragged and mask is None:
+        mask = columns.mask
+    cos_sin = None
+    if rotary_embedding is not None:
+        position = torch.arange(shape[1], device=device)[None] if columns is None else columns.position
+        cos_sin = rotary_embedding(hidden_states, position)
+    if config.variant == "mac":
+        options = SegmentOptions(
+            config.segment_length, config.memory_chunk_size, config.num_persistent_tokens, config._attn_implementation
+        )
+        return LayerPlan(segments=plan_segments(options, shape, attention_count, cos_sin, mask, starts))
+    memory = None
+    if columns is not None:
+        memory = TokenLayout.build(mask, starts, count=memory_count, chunk_size=config.memory_chunk_size, shape=shape)
+    if config.variant == "lmm":
+        return LayerPlan(memory)
+    attention = AttentionLayout.build(
+        shape,
+        device,
+        window=config.sliding_window,
+        implementation=config._attn_implementation,
+        num_persistent=config.num_persistent_tokens,
+        count=attention_count,
+        mask=mask,
+        documents=memory.documents if ragged else None,
+    )
+    return LayerPlan(memory, attention, cos_sin)

@@ -1,0 +1,40 @@
+# Copyright 2026 The transformers-titans authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Reading a memory without writing into it (Titans, eq. 21)."""
+
+from collections.abc import Sequence
+
+import torch
+
+from .inner_network import InnerNetwork, gelu, output_of
+
+
+def read_memory(
+    q: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    *,
+    norm_weight: torch.Tensor | None = None,
+    norm_bias: torch.Tensor | None = None,
+    norm_eps: float = 1e-6,
+    residual: bool = True,
+) -> torch.Tensor:
+    """M_W(q) at given weights.
+
+    Args:
+        q: (B, T, H, D) queries, floating point.
+        weights: (B, H, D_in, D_out) per layer, float32 or float64.
+        norm_weight, norm_bias: (H, D) or None; norm_eps, residual: as in `neural_memory`.
+
+    Returns:
+        (B, T, H, D) in q's dtype; computed in the wider one of the weights' and q's.
+    """
+    dtype = torch.promote_types(q.dtype, weights[0].dtype)
+    norm = [None if t is None else t.to(dtype).unsqueeze(1) for t in (norm_weight, norm_bias)]
+    network = InnerNetwork(residual, *norm, norm_eps)
+    # As in the op: products with a state in float32 are not to be taken in a lower precision.
+    with torch.autocast(q.device.type, enabled=False):
+        x = z = q.to(dtype).transpose(1, 2)
+        for layer, w in enumerate(weights):
+            z = (gelu(z) if layer else z) @ w.to(dtype)
+        output, _ = output_of(network, x, z)
+    return output.transpose(1, 2).to(q.dtype)
