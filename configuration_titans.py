@@ -33,6 +33,17 @@ CHOICES = {
 # Those whose frequencies do not depend on the length of the text.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
+# Sizes by the number of parameters they come to with a vocabulary of 32,000: blocks, width, heads, and the MLP's width
+# without and with attention. The papers give blocks, width and heads of 760m and 1.3b (Memory Caching, appendix) and
+# the names of the others (Titans, section 5.1); the MLP takes what the name leaves.
+PRESETS = {
+    "170m": (12, 768, 16, 2944, 1920),
+    "340m": (16, 1024, 16, 3712, 2304),
+    "400m": (20, 1024, 16, 3520, 2176),
+    "760m": (24, 1536, 16, 3136, 1088),
+    "1.3b": (18, 2048, 8, 6464, 3712),
+}
+
 # Prefixes of names that belong to this model alone: an unknown one is a misspelling, not somebody's extra attribute.
 OWN_PREFIXES = ("memory_", "cache_", "segment_", "num_persistent_")
 
@@ -181,6 +192,29 @@ class TitansConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
         # `save_pretrained` enters only the class that saves; a checkpoint must name them all to load anywhere.
         self.auto_map = {**AUTO_MAP, **(getattr(self, "auto_map", None) or {})}
+
+    @classmethod
+    def from_preset(cls, size: str, variant: str = "mac", **fields) -> "TitansConfig":
+        """The configuration of one of the papers' model sizes.
+
+        Args:
+            size: "170m", "340m", "400m", "760m" (Titans) or "1.3b" (Memory Caching).
+            variant: the architecture.
+            fields: any other fields; they take precedence over the preset's.
+
+        Raises:
+            ValueError: for an unknown size.
+        """
+        if size not in PRESETS:
+            raise ValueError(f"size must be one of {tuple(PRESETS)}, got {size!r}")
+        num_layers, width, num_heads, *intermediate = PRESETS[size]
+        preset = {
+            "num_hidden_layers": num_layers,
+            "hidden_size": width,
+            "num_attention_heads": num_heads,
+            "intermediate_size": intermediate[variant != "lmm"],
+        }
+        return cls(variant=variant, **(preset | fields))
 
     def validate_choices(self):
         """Part of `@strict`-powered validation: fields of fixed words."""

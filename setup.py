@@ -42,10 +42,19 @@ setup(
         "transformers>=5.24,<6",
     ],
     extras_require={
-        "flash": ["flash-attn"],
+        "flash": ["flash-attn>=2.7.0"],
         "eval": ["lm-eval"],
         "triton": ["triton"],
-        "dev": ["build", "pytest", "ruff", "setuptools", "transformers-mlinter"],
+        "dev": [
+            "bitsandbytes",
+            "build",
+            "peft",
+            "pytest",
+            "ruff",
+            "setuptools",
+            "torchao",
+            "transformers-mlinter",
+        ],
     },
     entry_points={"console_scripts": ["titans-train = transformers_titans.training.train:main"]},
 )

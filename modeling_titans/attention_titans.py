@@ -36,6 +36,7 @@ class TitansRotaryEmbedding(nn.Module):
 
     def __init__(self, config: TitansConfig):
         super().__init__()
+        config.validate_attention()
         self.config = config
 
     def forward(self, hidden_states: torch.Tensor, position: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -210,7 +210,7 @@ class TitansCache(DynamicCache):
         elif self.recorded is None:
             self.recorded, self.base_progress = columns, progress
         else:
-            self.recorded = Columns(*(torch.cat(pair, 1) for pair in zip(self.recorded, columns, strict=True)))
+            self.recorded = self.recorded.followed_by(columns)
         for layer, state, layer_inputs in zip(self.layers, states, inputs, strict=True):
             layer.advance(state, layer_inputs)
         self.progress = columns.advance(progress)
@@ -243,7 +243,7 @@ class TitansCache(DynamicCache):
         if tokens_to_remove == -available:
             self.progress = self.base_progress if available else self.progress
         elif tokens_to_remove:
-            self.recorded = Columns(*(t[:, :tokens_to_remove] for t in self.recorded))
+            self.recorded = self.recorded.part(slice(None, tokens_to_remove))
             self.progress = self.recorded.advance(self.base_progress)
         for layer in self.layers:
             layer.crop(tokens_to_remove)
@@ -261,7 +261,7 @@ class TitansCache(DynamicCache):
 
     def columns_to_replay(self) -> Columns:
         """The columns behind the last mark, which the layers have to read again."""
-        return Columns(*(t[:, self.layers[0].marks[-1][0] :] for t in self.recorded))
+        return self.recorded.part(slice(self.layers[0].marks[-1][0], None))
 
     def replayed(self, states: list[TitansLayerState]) -> None:
         """Stores the states that the layers have rebuilt from their recorded inputs."""
@@ -389,7 +389,8 @@ def _copied(t: torch.Tensor) -> torch.Tensor:
 
 def _owned(t: torch.Tensor) -> torch.Tensor:
     """``t``, copied if it is a view that would keep a larger tensor alive, or one that others look into."""
-    owned = t.is_contiguous() and t.untyped_storage().nbytes() == t.numel() * t.element_size()
+    # Of a storage's methods, torch.compile knows size() alone.
+    owned = t.is_contiguous() and t.untyped_storage().size() == t.numel() * t.element_size()
     return t if owned else _copied(t)
 
 

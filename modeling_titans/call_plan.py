@@ -25,11 +25,30 @@ class Progress(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """A call's columns: real tokens, document starts among them, and positions, each (B, T)."""
+    """What a call's columns are.
+
+    Attributes:
+        mask: (B, T) real tokens.
+        document_starts: (B, T) those of them that begin a document in a row that has read another one.
+        position: (B, T).
+        may_restart: whether anything was given by which a document can start.
+    """
 
     mask: torch.Tensor
     document_starts: torch.Tensor
     position: torch.Tensor
+    may_restart: bool = True
+
+    def part(self, at: slice) -> "Columns":
+        """The columns at ``at`` alone."""
+        return self._replace(
+            mask=self.mask[:, at], document_starts=self.document_starts[:, at], position=self.position[:, at]
+        )
+
+    def followed_by(self, later: "Columns") -> "Columns":
+        """These columns and those of the next call as one."""
+        mask, starts, position = (torch.cat(pair, 1) for pair in zip(self[:3], later[:3], strict=True))
+        return Columns(mask, starts, position, self.may_restart or later.may_restart)
 
     def advance(self, progress: Progress) -> Progress:
         """The rows' progress behind these columns."""
@@ -40,12 +59,13 @@ class Columns(NamedTuple):
     def exceptions(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """(mask, document_starts), each None if there is no padding, or no document's start.
 
-        Whether all columns are plain decides which code runs, hence one wait for the device; a traced graph cannot
-        wait and takes the general code.
+        Whether all columns are plain decides which code runs, hence one wait for the device. A traced graph cannot
+        wait: it takes the code for padding, in which nothing depends on how full a chunk or segment is, and the code
+        for documents if one can start at all.
         """
         mask, starts = self.mask, self.document_starts
         if torch.compiler.is_compiling():
-            return mask, starts
+            return mask, starts if self.may_restart else None
         starts_exist, pads_exist = torch.stack([starts.any(), ~mask.all()]).tolist()
         return (mask if pads_exist else None), (starts if starts_exist else None)
 
@@ -101,7 +121,8 @@ def plan_columns(
     if cu_seq_lens is not None:
         starts = starts | _packed_starts(cu_seq_lens, shape, device)
     has_predecessor = (progress.seen[:, None] + rank) > 1
-    return Columns(mask, starts & mask & has_predecessor, position)
+    may_restart = any(x is not None for x in (position_ids, cu_seq_lens, seq_idx))
+    return Columns(mask, starts & mask & has_predecessor, position, may_restart)
 
 
 def _real_columns(attention_mask, shape: tuple[int, int], num_past: int, device) -> torch.Tensor:

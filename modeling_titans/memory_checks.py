@@ -77,7 +77,7 @@ def check_layout(layout: TokenLayout, state: MemoryState, q: torch.Tensor, chunk
     if not _same_count(layout.count, state.count):
         raise ValueError(f"layout was built for the count {layout.count}, but state.count is {state.count}")
     width = state.pending.k.shape[1]
-    # Comparisons alone: while a graph is traced, the width may be a symbol, of which no range knows whether it holds it.
+    # Comparisons alone: while a graph is traced the width may be a symbol, and no range knows whether it holds one.
     if width >= chunk_size or (isinstance(state.count, torch.Tensor) and width != chunk_size - 1):
         allowed = chunk_size - 1 if isinstance(state.count, torch.Tensor) else range(chunk_size)
         raise ValueError(f"state has room for {width} pending tokens; with chunk_size {chunk_size} allowed: {allowed}")

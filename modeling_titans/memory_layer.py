@@ -198,7 +198,7 @@ class TitansNeuralMemory(nn.Module):
         if hasattr(state, "segment_weights"):
             return self._read(hidden_states, state, layout)
         restarts = layout is not None and layout.document_starts is not None
-        is_foreign = state is not None and not state.memory.weights[0].requires_grad
+        is_foreign = state is not None and state.memory.weights[0].grad_fn is None
         attaches = is_foreign and not restarts and self.training and torch.is_grad_enabled()
         start_state = self.start_state(prefix_states) if state is None or restarts or attaches else None
         if state is None:

@@ -17,7 +17,6 @@ mask from the state of the random generator that the forward call has returned.
 Letters: n sequences, H query heads, KV key heads, D head dimension; total_q, total_k: tokens of all sequences.
 """
 
-import importlib
 import inspect
 import os
 from collections.abc import Callable, Sequence
@@ -77,14 +76,13 @@ class _Options(NamedTuple):
 
 
 class _Library(NamedTuple):
-    """One release line of flash-attn: where its functions are, and how they are called.
+    """One release line of flash-attn, and how its functions are called.
 
     ``forward(module, part, options)`` returns (out, lse, state of the random generator or None), where lse is
     (H, total_q), infinite for a query without keys. ``backward(module, part, options, dout, out, lse, state)`` returns
     (dq, dk, dv).
     """
 
-    module: str
     forward_name: str
     requirement: str
     forward: Callable
@@ -177,25 +175,26 @@ def _merge_dtype(tensor: torch.Tensor) -> torch.dtype:
 
 def _merge(outs: list[torch.Tensor], lses: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """Parts' (total_q, H, D) and (H, total_q) -> those of the union, the log-sum-exp +inf for queries without keys."""
-    if len(outs) == 1:
-        return outs[0], lses[0]
     lse = torch.stack(lses)
     # For a query without keys flash-attn 2 returns +inf, and 3 returns -inf.
     lse = lse.masked_fill(lse == torch.inf, -torch.inf)
     merged = lse.logsumexp(0)
     # +inf and not -inf, because exp(-inf - inf) is 0 and exp(-inf - -inf) NaN, here and in flash-attn's backward.
     merged = merged.masked_fill(merged == -torch.inf, torch.inf)
-    weights = (lse - merged).exp().transpose(1, 2).unsqueeze(-1)
+    if len(outs) == 1:
+        return outs[0], merged
+    # Contiguous, because the output inherits its strides, and flash-attn copies what is not.
+    weights = (lse - merged).exp().transpose(1, 2).contiguous().unsqueeze(-1)
     out = sum(weight * out.to(_merge_dtype(out)) for weight, out in zip(weights, outs, strict=True))
     return out.to(outs[0].dtype), merged
 
 
 def _shared_arguments(part: AttentionPart, options: _Options) -> dict:
-    """The arguments that bear the same names in all four functions."""
+    """The arguments that bear the same names in all four functions.
+
+    Tensors in front of them go by position: torch.compile takes a keyword `out` for a tensor to be written.
+    """
     return {
-        "q": part.query,
-        "k": part.key,
-        "v": part.value,
         "cu_seqlens_q": part.cu_seqlens_q,
         "cu_seqlens_k": part.cu_seqlens_k,
         "max_seqlen_q": part.max_seqlen_q,
@@ -220,7 +219,7 @@ def _forward_2(module: ModuleType, part: AttentionPart, options: _Options):
         # At a bound of 1, flash-attn 2 takes it that each sequence has exactly one query, and fails if one has none.
         arguments["max_seqlen_q"] = max(2, part.max_seqlen_q)
     out, lse, _, state = module._flash_attn_varlen_forward(
-        **arguments, dropout_p=options.dropout, causal=part.causal, return_softmax=False
+        *part[:3], **arguments, dropout_p=options.dropout, causal=part.causal, return_softmax=False
     )
     return out, lse, state
 
@@ -228,9 +227,10 @@ def _forward_2(module: ModuleType, part: AttentionPart, options: _Options):
 def _backward_2(module: ModuleType, part: AttentionPart, options: _Options, dout, out, lse, state):
     gradients = _empty_gradients(part)
     module._flash_attn_varlen_backward(
-        dout=dout,
-        out=out,
-        softmax_lse=lse,
+        dout,
+        *part[:3],
+        out,
+        lse,
         **_shared_arguments(part, options),
         **gradients,
         dropout_p=options.dropout,
@@ -244,16 +244,17 @@ def _backward_2(module: ModuleType, part: AttentionPart, options: _Options, dout
 
 
 def _forward_3(module: ModuleType, part: AttentionPart, options: _Options):
-    out, lse, *_ = module._flash_attn_forward(**_shared_arguments(part, options), causal=part.causal)
+    out, lse, *_ = module._flash_attn_forward(*part[:3], **_shared_arguments(part, options), causal=part.causal)
     return out, lse, None
 
 
 def _backward_3(module: ModuleType, part: AttentionPart, options: _Options, dout, out, lse, state):
     gradients = _empty_gradients(part)
     module._flash_attn_backward(
-        dout=dout,
-        out=out,
-        softmax_lse=lse,
+        dout,
+        *part[:3],
+        out,
+        lse,
         **_shared_arguments(part, options),
         **gradients,
         is_causal=part.causal,
@@ -264,14 +265,12 @@ def _backward_3(module: ModuleType, part: AttentionPart, options: _Options, dout
 
 _LIBRARIES = {
     "flash_attention_2": _Library(
-        "flash_attn.flash_attn_interface",
         "_flash_attn_varlen_forward",
         "flash-attn 2.7.0 or later, `pip install 'flash-attn>=2.7.0' --no-build-isolation`",
         _forward_2,
         _backward_2,
     ),
     "flash_attention_3": _Library(
-        "flash_attn_interface",
         "_flash_attn_forward",
         "flash-attn-3 of August 2025 or later, built in the folder `hopper` of github.com/Dao-AILab/flash-attention",
         _forward_3,
@@ -286,8 +285,11 @@ def _load(implementation: str) -> tuple[_Library, ModuleType]:
         raise ValueError(f"implementation={implementation!r} is no flash attention. Allowed: {allowed}.")
     library = _LIBRARIES[implementation]
     try:
-        # By name, because an import statement would make the package a requirement of every checkpoint's own code.
-        module = importlib.import_module(library.module)
+        # Inside `try`, because elsewhere an import makes the package a requirement of every checkpoint's own code.
+        if implementation == "flash_attention_2":
+            import flash_attn.flash_attn_interface as module
+        else:
+            import flash_attn_interface as module
         forward = getattr(module, library.forward_name)
     except (ImportError, AttributeError) as error:
         raise ImportError(f"attn_implementation={implementation!r} needs {library.requirement}: {error}.") from error

@@ -11,7 +11,8 @@ from transformers.generation import GenerationMixin
 from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
-from transformers.utils import can_return_tuple, logging
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs, can_return_tuple, logging
 from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.output_capturing import capture_outputs
 
@@ -106,7 +107,7 @@ class TitansModel(TitansPreTrainedModel):
         inputs_embeds: torch.FloatTensor | None = None,
         use_cache: bool | None = None,
         output_surprise: bool = False,
-        **kwargs,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> TitansModelOutput:
         """Reads T tokens of B rows.
 
@@ -208,8 +209,7 @@ class TitansModel(TitansPreTrainedModel):
         """`_read` in two calls with a mark between them, so that a crop near the end of a long call is cheap."""
         parts = []
         for at in (slice(None, -ROLLBACK), slice(-ROLLBACK, None)):
-            part = Columns(*(t[:, at] for t in columns))
-            parts.append(self._read(hidden_states[:, at], part, cache, output_surprise))
+            parts.append(self._read(hidden_states[:, at], columns.part(at), cache, output_surprise))
             if at.stop is not None:
                 cache.mark()
         hidden_states, surprises, _ = zip(*parts, strict=True)
@@ -301,7 +301,7 @@ class TitansForCausalLM(TitansPreTrainedModel, TitansGenerationMixin, Generation
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         output_surprise: bool = False,
-        **kwargs,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> TitansCausalLMOutput:
         """Reads T tokens of B rows and predicts the next ones.
 

@@ -131,9 +131,11 @@ def plan_segments(
 def _alike_rows(options: SegmentOptions, shape, count: int, position_embeddings) -> SegmentPlan:
     pieces, begin = [], 0
     while begin < shape[1]:
-        end = min(shape[1], begin + options.segment_length - count)
+        # Decided by comparisons: in a trace min() of a count is a symbol, which attention does not take for a length.
+        rest, left = shape[1] - begin, options.segment_length - count
+        end = shape[1] if rest <= left else begin + left
+        closed = False if rest < left else True
         cos_sin = tuple(t[:, begin:end] for t in position_embeddings)
-        closed = count + end - begin == options.segment_length
         facts = {"begin": begin, "end": end, "columns": None, "restart": None, "closed": closed}
         pieces.append(options.piece((shape[0], end - begin), count, None, None, cos_sin, **facts))
         begin, count = end, 0
