@@ -1,6 +1,8 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 STAMP := .venv/.installed
+DEV_STAMP := .venv/.installed-dev
+INSTALL = $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e
 
 .PHONY: demo test style venv clean
 
@@ -9,21 +11,25 @@ demo: $(STAMP)
 	$(BIN)/python -m transformers_titans.training.demo
 
 # The command pytest, not `python -m pytest`: that would put this folder on the import path, hiding packaging mistakes.
-test: $(STAMP)
+test: $(DEV_STAMP)
 	$(BIN)/pytest
 
-style: $(STAMP)
+style: $(DEV_STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python .ci/check_model_structure.py
 
-venv: $(STAMP)
+venv: $(DEV_STAMP)
 
 $(STAMP): setup.py pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or later is needed, and none was found" >&2; exit 1; }
 	@echo "Installing into .venv, nothing outside is changed"
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	$(INSTALL) .
+	touch $@
+
+$(DEV_STAMP): $(STAMP)
+	$(INSTALL) ".[dev]"
 	touch $@
 
 clean:

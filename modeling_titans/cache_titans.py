@@ -59,7 +59,7 @@ class TitansCacheLayer(CacheLayerMixin):
 
     def advance(self, state: TitansLayerState, inputs: torch.Tensor) -> None:
         """Stores the state after a call with these inputs (B, T, hidden_size)."""
-        self._store(state, is_first=self.state is None)
+        self.state = map_tensors(_owned, state)
         self.columns += inputs.shape[1]
         self.is_initialized = True
         if self.record_past:
@@ -78,12 +78,8 @@ class TitansCacheLayer(CacheLayerMixin):
 
     def replayed(self, state: TitansLayerState) -> None:
         """Stores the state that reading the inputs behind the last mark again has given."""
-        self._store(state, is_first=self.marks[-1][1] is None)
+        self.state = map_tensors(_owned, state)
         self.rebase()
-
-    def _store(self, state: TitansLayerState, is_first: bool) -> None:
-        # A first state may consist of the model's own parameters, as views.
-        self.state = map_tensors(_copied if is_first else _owned, state)
 
     def activate_past_recording(self) -> None:
         if not self.record_past:
@@ -293,7 +289,9 @@ class TitansCache(DynamicCache):
         return self
 
     def to(self, device) -> "TitansCache":
-        """Moves all tensors to ``device``, in place. Their dtypes stay: a state is never narrowed."""
+        """Moves all tensors to ``device`` (None: leaves them), in place. Their dtypes stay: a state is never narrowed."""
+        if device is None:
+            return self
         device = torch.device(device)
         for layer in self.layers:
             layer.map(lambda t: t.to(device))
@@ -383,15 +381,11 @@ class TitansCache(DynamicCache):
         self.progress, self.base_progress, self.recorded = map_tensors(fn, rows)
 
 
-def _copied(t: torch.Tensor) -> torch.Tensor:
-    return t.clone(memory_format=torch.contiguous_format)
-
-
 def _owned(t: torch.Tensor) -> torch.Tensor:
     """``t``, copied if it is a view that would keep a larger tensor alive, or one that others look into."""
     # Of a storage's methods, torch.compile knows size() alone.
     owned = t.is_contiguous() and t.untyped_storage().size() == t.numel() * t.element_size()
-    return t if owned else _copied(t)
+    return t if owned else t.clone(memory_format=torch.contiguous_format)
 
 
 def _umask() -> int:

@@ -13,17 +13,18 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from .attention_titans import TitansAttention
 from .configuration_titans import TitansConfig
 from .layer_plan import LayerPlan
-from .layer_state import AttentionState, TitansLayerState
+from .layer_state import AttentionState, Sealed, TitansLayerState
 from .memory_layer import TitansNeuralMemory, TitansRMSNorm
 from .memory_state import MemoryState, NeuralMemoryState, SegmentState, map_tensors
 from .segment_plan import SegmentPiece
 
 
 class TitansLayerOutput(NamedTuple):
-    """A block's result: the stream (B, T, hidden_size), the state behind it, inner losses, attention weights."""
+    """A block's result: the stream (B, T, hidden_size), the state behind it (a `TitansLayerState`), inner losses,
+    attention weights."""
 
     hidden_states: torch.Tensor
-    state: TitansLayerState
+    state: Sealed
     surprise: torch.Tensor | None
     attentions: torch.Tensor | None
 
@@ -40,6 +41,23 @@ class TitansMLP(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return self.down_proj(self.act_fn(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))
+
+
+class TitansPersistentTokens(nn.Module):
+    """Learned tokens (N_p, hidden_size) in front of every document (Titans, eq. 19)."""
+
+    def __init__(self, config: TitansConfig):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.num_persistent_tokens, config.hidden_size))
+        self.initializer_range = config.initializer_range
+        self.initialise(nn.init)
+
+    def initialise(self, init) -> None:
+        """Fills the tokens through the functions of module ``init``."""
+        init.normal_(self.weight, mean=0.0, std=self.initializer_range)
+
+    def forward(self) -> torch.Tensor:
+        return self.weight
 
 
 class TitansCombination(nn.Module):
@@ -67,7 +85,7 @@ class TitansDecoderLayer(GradientCheckpointingLayer):
         self.config = config
         self.persistent_tokens = None
         if config.num_persistent_tokens:
-            self.persistent_tokens = nn.Parameter(torch.empty(config.num_persistent_tokens, config.hidden_size))
+            self.persistent_tokens = TitansPersistentTokens(config)
         self.input_layernorm = TitansRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.memory = TitansNeuralMemory(config, layer_idx)
         if config.variant != "lmm":
@@ -78,35 +96,33 @@ class TitansDecoderLayer(GradientCheckpointingLayer):
             self.combination = TitansCombination(config)
         self.pre_mlp_layernorm = TitansRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = TitansMLP(config)
-        self.initializer_range = config.initializer_range
-        self.initialise(nn.init)
-
-    def initialise(self, init) -> None:
-        """Fills the block's own parameters through the functions of module ``init``."""
-        if self.persistent_tokens is not None:
-            init.normal_(self.persistent_tokens, mean=0.0, std=self.initializer_range)
 
     def forward(
         self,
         hidden_states: torch.Tensor,
-        state: TitansLayerState | None = None,
-        plan: LayerPlan | None = None,
+        state: Sealed,
+        plan: Sealed,
         output_surprise: bool = False,
         only_state: bool = False,
     ) -> TitansLayerOutput:
-        """One block over the stream (B, T, hidden_size), from a state to the next; ``plan`` is the call's.
+        """One block over the stream (B, T, hidden_size), from a state to the next.
 
-        With ``only_state`` nothing but the state of the result means anything.
+        Args:
+            hidden_states: (B, T, hidden_size).
+            state: the `TitansLayerState` before the call, or None before any token.
+            plan: the call's `LayerPlan`.
+            output_surprise: whether to return inner losses.
+            only_state: whether nothing but the state of the result will be used.
         """
         mixer = getattr(self, f"_{self.config.variant}")
-        mixed, state, surprise, attentions = mixer(hidden_states, state, plan, output_surprise)
+        mixed, state, surprise, attentions = mixer(hidden_states, state.content, plan.content, output_surprise)
         if not only_state:
             hidden_states = hidden_states + mixed
             hidden_states = hidden_states + self.mlp(self.pre_mlp_layernorm(hidden_states))
-        return TitansLayerOutput(hidden_states, state, surprise, attentions)
+        return TitansLayerOutput(hidden_states, Sealed(state), surprise, attentions)
 
     def _prefix(self, norm: nn.Module) -> torch.Tensor | None:
-        return None if self.persistent_tokens is None else norm(self.persistent_tokens)
+        return None if self.persistent_tokens is None else norm(self.persistent_tokens())
 
     def _remember(self, normed, state, plan: LayerPlan, output_surprise: bool):
         """The memory over [P; x]."""

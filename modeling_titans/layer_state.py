@@ -6,7 +6,26 @@ from typing import NamedTuple
 
 import torch
 
-from .memory_state import MemoryState, NeuralMemoryState, PendingTokens, SegmentState
+from .memory_state import MemoryState, NeuralMemoryState, PendingTokens, SegmentState, map_tensors
+
+
+class Sealed:
+    """A state or plan on its way into or out of a block.
+
+    Those who shard a model or run it in 16 bits cast every tensor that they find in a module's arguments and results,
+    inside tuples and dataclasses too. States must keep their precision, so they travel in an object that says nothing
+    of its contents, except that they can be moved.
+    """
+
+    __slots__ = ("content",)
+
+    def __init__(self, content):
+        self.content = content
+
+    def to(self, device, **kwargs) -> "Sealed":
+        if hasattr(self.content, "to"):
+            return Sealed(self.content.to(device, **kwargs))
+        return Sealed(map_tensors(lambda t: t.to(device, **kwargs), self.content))
 
 
 class AttentionState(NamedTuple):

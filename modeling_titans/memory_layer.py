@@ -11,7 +11,7 @@ from torch import nn
 from .configuration_titans import TitansConfig
 from .memory_ops import neural_memory
 from .memory_read import read_memory
-from .memory_state import MemoryState, NeuralMemoryState, SegmentState
+from .memory_state import MemoryState, NeuralMemoryState, SegmentState, number_of_rows
 from .token_layout import TokenLayout, convolution_inputs
 
 
@@ -53,21 +53,31 @@ class TitansRMSNorm(nn.Module):
         return f"{tuple(self.weight.shape)}, eps={self.variance_epsilon}"
 
 
-class TitansGate(nn.Linear):
-    """A gate's logits (B, T, H), which start at ``start`` whatever the token.
+class TitansGate(nn.Module):
+    """A gate's logits (B, T, H), which start near ``start`` whatever the token.
 
     transformers initialises each module by itself, also when a checkpoint lacks a single tensor of it. So whatever has
-    a start value of its own is a module of its own.
+    a start value of its own is a module of its own. It is no `nn.Linear`: those are what quantizers take, and a gate
+    is small and must be exact.
     """
 
-    def __init__(self, in_features: int, out_features: int, start: float):
-        super().__init__(in_features, out_features)
-        self.start = start
+    def __init__(self, config: TitansConfig, start: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.memory_num_heads, config.hidden_size))
+        self.bias = nn.Parameter(torch.empty(config.memory_num_heads))
+        self.start, self.initializer_range = start, config.initializer_range
         self.initialise(nn.init)
 
     def initialise(self, init) -> None:
-        """Fills what differs from a linear layer through the functions of module ``init``."""
+        """Fills the parameters through the functions of module ``init``."""
+        init.normal_(self.weight, mean=0.0, std=self.initializer_range)
         init.constant_(self.bias, self.start)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return F.linear(hidden_states, self.weight, self.bias)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.weight.shape[1]}, out_features={self.weight.shape[0]}, start={self.start}"
 
 
 class TitansStartWeights(nn.Module):
@@ -120,9 +130,9 @@ class TitansNeuralMemory(nn.Module):
         kernel_size = config.memory_conv_kernel_size
         channels = 3 * inner_width
         self.conv1d = nn.Conv1d(channels, channels, kernel_size, groups=channels, bias=False) if kernel_size else None
-        self.theta_proj = TitansGate(width, num_heads, theta_start(config.memory_depth))
-        self.alpha_proj = TitansGate(width, num_heads, ALPHA_START) if config.memory_forgetting else None
-        self.eta_proj = TitansGate(width, num_heads, ETA_START) if config.memory_momentum else None
+        self.theta_proj = TitansGate(config, theta_start(config.memory_depth))
+        self.alpha_proj = TitansGate(config, ALPHA_START) if config.memory_forgetting else None
+        self.eta_proj = TitansGate(config, ETA_START) if config.memory_momentum else None
         hidden = [config.memory_expansion * head_dim] * (config.memory_depth - 1)
         self.start_weights = TitansStartWeights(num_heads, [head_dim, *hidden, head_dim])
         has_norm = config.memory_norm
@@ -153,7 +163,8 @@ class TitansNeuralMemory(nn.Module):
         weights = self.start_weights()
         tail = None
         if self.conv1d is not None:
-            tail = weights[0].new_zeros(1, self.conv1d.kernel_size[0] - 1, self.conv1d.in_channels)
+            channels = 3 * self.config.memory_num_heads * self.config.memory_head_dim
+            tail = weights[0].new_zeros(1, self.config.memory_conv_kernel_size - 1, channels)
         state = NeuralMemoryState(MemoryState.initial(weights, 1), tail)
         if prefix_states is None:
             return state
@@ -198,7 +209,8 @@ class TitansNeuralMemory(nn.Module):
         if hasattr(state, "segment_weights"):
             return self._read(hidden_states, state, layout)
         restarts = layout is not None and layout.document_starts is not None
-        is_foreign = state is not None and state.memory.weights[0].grad_fn is None
+        # A trace knows no grad_fn; to attach where it is not needed changes no number.
+        is_foreign = state is not None and (torch.compiler.is_compiling() or state.memory.weights[0].grad_fn is None)
         attaches = is_foreign and not restarts and self.training and torch.is_grad_enabled()
         start_state = self.start_state(prefix_states) if state is None or restarts or attaches else None
         if state is None:
@@ -301,8 +313,8 @@ class TitansNeuralMemory(nn.Module):
             )
         if state is not None and not (hasattr(state, "memory") or hasattr(state, "segment_weights")):
             raise ValueError(f"state must be a NeuralMemoryState or SegmentState, got {type(state).__name__}")
-        if state is not None and state.batch_size != hidden_states.shape[0]:
-            raise ValueError(f"state is of {state.batch_size} rows, hidden_states of {hidden_states.shape[0]}")
+        if state is not None and number_of_rows(state) != hidden_states.shape[0]:
+            raise ValueError(f"state is of {number_of_rows(state)} rows, hidden_states of {hidden_states.shape[0]}")
         if attention_mask is not None and layout is not None:
             raise ValueError("attention_mask and layout cannot both be given: the layout contains the mask")
         if attention_mask is not None and attention_mask.shape != hidden_states.shape[:2]:

@@ -113,6 +113,5 @@ def neural_memory(
     # Products of a state in float32 must not be taken in a lower precision behind the state's back.
     with torch.autocast(q.device.type, enabled=False):
         result = BACKENDS[backend](call)
-    return result._replace(
-        output=result.output.to(q.dtype), surprise=None if result.surprise is None else result.surprise.detach()
-    )
+    surprise = None if result.surprise is None else result.surprise.detach()
+    return MemoryResult(result.output.to(q.dtype), result.state, surprise)

@@ -56,7 +56,7 @@ def _alike_rows(call: MemoryCall) -> MemoryResult:
         if whole > b:
             queries = F.pad(queries, (0, 0, 0, 0, state.count, 0))
         result = _scan(call, state, queries, [t[:, :whole] for t in tokens], whole // b, write=True)
-        state = state._replace(weights=result.weights, momentum=result.momentum)
+        state = MemoryState(result.weights, result.momentum, state.pending, state.count)
         outputs.append(_from_chunks(result.output, call, queries.shape[1]))
         surprises.append(result.surprise)
     rest = [t[:, whole:] for t in tokens]
@@ -68,7 +68,7 @@ def _alike_rows(call: MemoryCall) -> MemoryResult:
     surprise = None
     if call.output_surprise:
         surprise = torch.cat([_from_chunks(s, call, s.shape[0] * s.shape[2]) for s in surprises], 1)[:, -num_new:]
-    state = state._replace(pending=PendingTokens(*rest), count=total - whole)
+    state = MemoryState(state.weights, state.momentum, PendingTokens(*rest), total - whole)
     return MemoryResult(output, state, surprise)
 
 

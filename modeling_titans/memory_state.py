@@ -56,16 +56,13 @@ class MemoryState(NamedTuple):
             A state in float32, or float64 for float64 weights, through which gradients reach ``weights``.
         """
         dtype = torch.promote_types(weights[0].dtype, torch.float32)
-        rows = tuple(w.to(dtype).expand(batch_size, *w.shape) for w in weights)
+        # Copied: whoever shards the parameters takes their storage back while the state lives on.
+        rows = tuple(w.to(dtype, copy=True).expand(batch_size, *w.shape) for w in weights)
         num_heads, head_dim = weights[0].shape[:2]
         vectors = rows[0].new_zeros(batch_size, 0, num_heads, head_dim)
         gates = rows[0].new_zeros(batch_size, 0, num_heads)
         pending = PendingTokens(vectors, vectors, gates, gates, gates)
         return cls(rows, tuple(torch.zeros_like(w) for w in rows), pending, 0)
-
-    @property
-    def batch_size(self) -> int:
-        return self.weights[0].shape[0]
 
 
 def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
@@ -100,10 +97,6 @@ class NeuralMemoryState(NamedTuple):
     memory: MemoryState
     conv_tail: torch.Tensor | None
 
-    @property
-    def batch_size(self) -> int:
-        return self.memory.batch_size
-
     def expand(self, batch_size: int) -> "NeuralMemoryState":
         """A state of one row as the state of ``batch_size`` equal rows."""
         return map_tensors(lambda t: t.expand(batch_size, *t.shape[1:]), self)
@@ -121,6 +114,8 @@ class SegmentState(NamedTuple):
     segment_weights: tuple[torch.Tensor, ...]
     conv_tail: torch.Tensor | None
 
-    @property
-    def batch_size(self) -> int:
-        return self.segment_weights[0].shape[0]
+
+def number_of_rows(state: NeuralMemoryState | SegmentState) -> int:
+    """B. Not a property of either state: torch.compile of 2.9 and before knows none on named tuples."""
+    weights = state.segment_weights if hasattr(state, "segment_weights") else state.memory.weights
+    return weights[0].shape[0]

@@ -22,7 +22,8 @@ from .call_plan import Columns, Progress, plan_columns
 from .configuration_titans import TitansConfig
 from .decoder_layer import TitansDecoderLayer
 from .generation_titans import TitansGenerationMixin
-from .layer_plan import LayerPlan, plan_layers
+from .layer_plan import plan_layers
+from .layer_state import Sealed
 from .memory_layer import TitansRMSNorm
 
 
@@ -187,10 +188,10 @@ class TitansModel(TitansPreTrainedModel):
         plan = self._plan(hidden_states, columns, None if cache is None else cache.layers[0].state)
         states, inputs, surprises, attentions = [], [], [], []
         for index, layer in enumerate(self.layers):
-            state = None if cache is None else cache.layers[index].state
+            state = Sealed(None if cache is None else cache.layers[index].state)
             output = layer(hidden_states, state=state, plan=plan, output_surprise=output_surprise)
             if cache is not None:
-                states.append(output[1])
+                states.append(output[1].content)
                 inputs.append(hidden_states)
             hidden_states = output[0]
             surprises.append(output[2])
@@ -199,11 +200,11 @@ class TitansModel(TitansPreTrainedModel):
             cache.advance(columns, states, inputs)
         return hidden_states, tuple(surprises), tuple(attentions)
 
-    def _plan(self, hidden_states, columns: Columns | None, state) -> LayerPlan:
-        """The plan of a call that begins where a layer has this state."""
+    def _plan(self, hidden_states, columns: Columns | None, state) -> Sealed:
+        """The `LayerPlan` of a call that begins where a layer has this state."""
         memory_count = 0 if state is None else state.memory.memory.count
         attention_count = 0 if state is None or state.attention is None else state.attention.count
-        return plan_layers(self.config, hidden_states, columns, memory_count, attention_count, self.rotary_emb)
+        return Sealed(plan_layers(self.config, hidden_states, columns, memory_count, attention_count, self.rotary_emb))
 
     def _read_with_mark(self, hidden_states, columns: Columns, cache: TitansCache, output_surprise: bool):
         """`_read` in two calls with a mark between them, so that a crop near the end of a long call is cheap."""
@@ -253,7 +254,7 @@ class TitansModel(TitansPreTrainedModel):
         offset, base = cache.layers[0].marks[-1]
         plan = self._plan(cache.layers[0].inputs[:, offset:], cache.columns_to_replay(), base)
         states = [
-            layer(kept.inputs[:, offset:], state=kept.marks[-1][1], plan=plan, only_state=True)[1]
+            layer(kept.inputs[:, offset:], state=Sealed(kept.marks[-1][1]), plan=plan, only_state=True)[1].content
             for layer, kept in zip(self.layers, cache.layers, strict=True)
         ]
         cache.replayed(states)

@@ -100,7 +100,10 @@ def test_documented_defaults():
         ({"num_key_value_heads": 5}, "num_key_value_heads must divide num_attention_heads=12, got 5"),
         ({"variant": "mal", "head_dim": 7}, "head_dim must be even for rotary embeddings, got 7"),
         ({"attention_dropout": 1.0}, "attention_dropout must be >= 0 and < 1, got 1.0"),
-        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, r"rope_type'\] must be one of .* got 'dynamic'"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
+            r"rope_type'\] must be one of .* got 'dynamic'",
+        ),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "must be 1.0, got 0.5"),
         ({"variant": "mac", "segment_length": 100}, "multiple of memory_chunk_size=64 in variant 'mac', got 100"),
         ({"memory_gating": "relu"}, "memory_gating must be one of .* got 'relu'"),

@@ -19,6 +19,7 @@ from transformers_titans import (
     TitansModel,
 )
 from transformers_titans.memory_layer import ALPHA_START, ETA_START, start_weight_std, theta_start
+from variant_oracle import VARIANTS, variant_model
 
 
 MODELS = {
@@ -27,6 +28,8 @@ MODELS = {
     "sequence_classification": TitansForSequenceClassification,
     "token_classification": TitansForTokenClassification,
 }
+
+every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
 
 def assert_same_parameters(model, reference) -> None:
@@ -58,9 +61,25 @@ def test_forward_is_finite_and_shaped(option):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("option", ["default", "tied", "no_conv", "no_norm", "persistent_0"])
-def test_save_load_is_bit_equal(option, dtype, tmp_path):
-    model = tiny_model(dtype=dtype, **OPTIONS[option])
+@pytest.mark.parametrize(
+    ("variant", "option"),
+    [
+        ("lmm", "default"),
+        ("lmm", "tied"),
+        ("lmm", "no_conv"),
+        ("lmm", "no_norm"),
+        ("lmm", "persistent_0"),
+        ("mal", "default"),
+        ("mag", "default"),
+        ("mag", "tied"),
+        ("mac", "default"),
+        ("mac", "persistent_0"),
+        ("mac", "attention_bias"),
+    ],
+)
+def test_save_load_is_bit_equal(variant, option, dtype, tmp_path):
+    options = OPTIONS | {"attention_bias": {"attention_bias": True, "num_key_value_heads": 1}}
+    model = variant_model(variant, dtype=dtype, **options[option])
     model.save_pretrained(tmp_path)
     loaded = TitansForCausalLM.from_pretrained(tmp_path, dtype=dtype)
     assert_same_parameters(loaded, model)
@@ -74,34 +93,46 @@ def test_save_load_keeps_the_stored_dtype_by_default(tmp_path):
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_save_load_of_each_class(kind, tmp_path):
-    model = tiny_model(MODELS[kind])
+@every_variant
+def test_save_load_of_each_class(variant, kind, tmp_path):
+    model = variant_model(variant, model_class=MODELS[kind])
     model.save_pretrained(tmp_path)
     assert_same_parameters(MODELS[kind].from_pretrained(tmp_path), model)
 
 
-def test_save_load_in_shards(tmp_path):
-    model = tiny_model()
+@every_variant
+def test_save_load_in_shards(variant, tmp_path):
+    model = variant_model(variant)
     model.save_pretrained(tmp_path, max_shard_size="10kB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 3
     assert_same_parameters(TitansForCausalLM.from_pretrained(tmp_path), model)
 
 
+IN_EVERY_VARIANT = [
+    "model.layers.0.memory.start_weights.1",
+    "model.layers.0.memory.theta_proj.bias",
+    "model.layers.1.memory.alpha_proj.bias",
+    "model.layers.1.memory.eta_proj.weight",
+    "model.layers.0.memory.memory_norm_weight",
+    "model.layers.0.memory.o_norm.weight",
+    "model.layers.1.persistent_tokens.weight",
+    "model.layers.0.input_layernorm.weight",
+]
+WITH_ATTENTION = ["model.layers.1.self_attn.k_proj.weight", "model.layers.0.self_attn.o_proj.bias"]
+COMBINED = ["model.layers.0.combination.attention_norm.weight", "model.layers.1.combination.memory_norm.weight"]
+REMOVED = {
+    "lmm": IN_EVERY_VARIANT,
+    "mal": [*IN_EVERY_VARIANT, *WITH_ATTENTION, "model.layers.1.pre_attention_layernorm.weight"],
+    "mag": [*IN_EVERY_VARIANT, *WITH_ATTENTION, *COMBINED],
+    "mac": [*IN_EVERY_VARIANT, *WITH_ATTENTION, *COMBINED],
+}
+
+
 @pytest.mark.parametrize(
-    "removed",
-    [
-        "model.layers.0.memory.start_weights.1",
-        "model.layers.0.memory.theta_proj.bias",
-        "model.layers.1.memory.alpha_proj.bias",
-        "model.layers.1.memory.eta_proj.weight",
-        "model.layers.0.memory.memory_norm_weight",
-        "model.layers.0.memory.o_norm.weight",
-        "model.layers.1.persistent_tokens",
-        "model.layers.0.input_layernorm.weight",
-    ],
+    ("variant", "removed"), [(variant, name) for variant, names in REMOVED.items() for name in names]
 )
-def test_load_with_missing_key_initialises_that_one_alone(removed, tmp_path):
-    model = tiny_model()
+def test_load_with_missing_key_initialises_that_one_alone(variant, removed, tmp_path):
+    model = variant_model(variant, attention_bias=True)
     model.save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     saved = tensors.pop(removed)
@@ -111,7 +142,7 @@ def test_load_with_missing_key_initialises_that_one_alone(removed, tmp_path):
     state = loaded.state_dict()
     for name, tensor in tensors.items():
         assert torch.equal(state[name], tensor), name
-    fresh = TitansForCausalLM(tiny_config()).state_dict()[removed]
+    fresh = TitansForCausalLM(tiny_config(attention_bias=True, **VARIANTS[variant])).state_dict()[removed]
     assert not torch.equal(state[removed], saved)
     if fresh.unique().numel() == 1:
         assert torch.equal(state[removed], fresh), "the start value is a constant of its own, not a Linear's"
@@ -119,8 +150,9 @@ def test_load_with_missing_key_initialises_that_one_alone(removed, tmp_path):
         assert state[removed].std().item() == pytest.approx(fresh.std().item(), rel=0.5)
 
 
-def test_load_base_model_into_head_and_back(tmp_path):
-    model = tiny_model()
+@every_variant
+def test_load_base_model_into_head_and_back(variant, tmp_path):
+    model = variant_model(variant)
     model.save_pretrained(tmp_path / "lm")
     base = TitansModel.from_pretrained(tmp_path / "lm")
     assert_same_parameters(base, model.model)
@@ -214,8 +246,9 @@ def test_hidden_states_output():
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_return_dict_false_gives_the_same_tensors_as_a_tuple(kind):
-    model = tiny_model(MODELS[kind])
+@every_variant
+def test_return_dict_false_gives_the_same_tensors_as_a_tuple(variant, kind):
+    model = variant_model(variant, model_class=MODELS[kind])
     ids = random_ids(1, 7)
     with torch.no_grad():
         named = model(ids, use_cache=False, output_hidden_states=True)
@@ -225,16 +258,18 @@ def test_return_dict_false_gives_the_same_tensors_as_a_tuple(kind):
     assert len(plain) == len(named.to_tuple())
 
 
-def test_logits_to_keep():
-    model = tiny_model()
+@every_variant
+def test_logits_to_keep(variant):
+    model = variant_model(variant)
     ids = random_ids(2, 9)
     whole = logits_of(model, ids)
     assert_close("last", logits_of(model, ids, logits_to_keep=1), whole[:, -1:], 1e-6)
     assert_close("chosen", logits_of(model, ids, logits_to_keep=torch.tensor([0, 5])), whole[:, [0, 5]], 1e-6)
 
 
-def test_inputs_embeds_equal_input_ids():
-    model = tiny_model()
+@every_variant
+def test_inputs_embeds_equal_input_ids(variant):
+    model = variant_model(variant)
     ids = random_ids(2, 9)
     mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1], [1] * 9])
     with torch.no_grad():
@@ -244,8 +279,9 @@ def test_inputs_embeds_equal_input_ids():
     assert torch.equal(masked, logits_of(model, ids, attention_mask=mask))
 
 
-def test_deepcopy_is_equal_and_independent():
-    model = tiny_model()
+@every_variant
+def test_deepcopy_is_equal_and_independent(variant):
+    model = variant_model(variant)
     ids = random_ids(1, 9)
     before = logits_of(model, ids)
     copied = copy.deepcopy(model)
@@ -254,8 +290,9 @@ def test_deepcopy_is_equal_and_independent():
     assert torch.equal(logits_of(model, ids), before)
 
 
-def test_no_state_is_left_in_the_module():
-    model = tiny_model()
+@every_variant
+def test_no_state_is_left_in_the_module(variant):
+    model = variant_model(variant)
     before = copy.deepcopy(model.state_dict())
     attributes = {name: set(vars(module)) for name, module in model.named_modules()}
     ids = random_ids(2, 9)
@@ -274,8 +311,9 @@ def test_no_state_is_left_in_the_module():
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])
-def test_runs_without_gradients(mode):
-    model = tiny_model()
+@every_variant
+def test_runs_without_gradients(variant, mode):
+    model = variant_model(variant)
     ids = random_ids(2, 13)
     whole = model(ids).logits
     with mode():
@@ -285,8 +323,9 @@ def test_runs_without_gradients(mode):
     assert_close("logits", torch.cat([first.logits, second.logits], 1), whole, 1e-5)
 
 
-def test_cache_is_made_in_evaluation_and_on_request_only():
-    model = tiny_model()
+@every_variant
+def test_cache_is_made_in_evaluation_and_on_request_only(variant):
+    model = variant_model(variant)
     ids = random_ids(1, 5)
     assert isinstance(model(ids).cache, TitansCache)
     assert model(ids, use_cache=False).cache is None
@@ -334,8 +373,9 @@ def test_config_of_a_checkpoint_says_which_class_saved_it(tmp_path):
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_sequence_classification_reads_each_rows_last_token(side):
-    model = tiny_model(TitansForSequenceClassification, num_labels=3)
+@every_variant
+def test_sequence_classification_reads_each_rows_last_token(variant, side):
+    model = variant_model(variant, model_class=TitansForSequenceClassification, num_labels=3)
     short, long = random_ids(1, 5), random_ids(1, 9, seed=1)
     pads = torch.zeros(1, 4, dtype=torch.long)
     padded = torch.cat([pads, short] if side == "left" else [short, pads], 1)
@@ -347,6 +387,26 @@ def test_sequence_classification_reads_each_rows_last_token(side):
     assert_close("full row", logits[1:], logits_of(model, long), 1e-5)
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+@every_variant
+def test_token_classification_reads_each_token_as_if_its_row_were_alone(variant, side):
+    model = variant_model(variant, model_class=TitansForTokenClassification, num_labels=3)
+    short, long = random_ids(1, 9), random_ids(1, 13, seed=1)
+    pads = torch.zeros(1, 4, dtype=torch.long)
+    padded = torch.cat([pads, short] if side == "left" else [short, pads], 1)
+    labels = torch.randint(0, 3, (2, 13))
+    labels[0, padded[0] == 0] = -100
+    ids = torch.cat([padded, long])
+    mask = ids.ne(0)
+    with torch.no_grad():
+        output = model(ids, attention_mask=mask.long(), labels=labels)
+    assert output.logits.shape == (2, 13, 3)
+    for row, logits in enumerate(output.logits):
+        assert_close(f"row {row}", logits[mask[row]][None], logits_of(model, ids[[row]][:, mask[row]]), 1e-5)
+    expected = torch.nn.functional.cross_entropy(output.logits[mask], labels[mask])
+    assert_close("loss", output.loss, expected, 1e-5)
+
+
 @pytest.mark.parametrize(
     ("model_class", "labels"),
     [
@@ -355,8 +415,9 @@ def test_sequence_classification_reads_each_rows_last_token(side):
     ],
     ids=["sequence", "token"],
 )
-def test_classification_heads_train(model_class, labels):
-    model = tiny_model(model_class, num_labels=3, classifier_dropout=0.0).train()
+@every_variant
+def test_classification_heads_train(variant, model_class, labels):
+    model = variant_model(variant, model_class=model_class, num_labels=3, classifier_dropout=0.0).train()
     ids = random_ids(2, 7)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []

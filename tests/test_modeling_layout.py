@@ -8,10 +8,13 @@ from transformers import DataCollatorWithFlattening
 
 from titans_testing import OPTIONS, assert_close, logits_of, parameter_gradients, random_ids, tiny_model
 from transformers_titans import TitansCache, TitansForCausalLM
+from variant_oracle import VARIANTS, variant_model
 
 
 F64 = torch.float64
 CHUNK = 4
+
+every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
 
 @pytest.mark.parametrize("option", ["default", "depth_1", "depth_3", "persistent_0", "persistent_3", "no_conv"])
@@ -58,8 +61,9 @@ def test_padding_changes_nothing(padding, option):
         assert_close("later, garbage", model(later, cache=again.cache).logits, expected, 1e-12)
 
 
-def test_positions_are_derived_from_the_mask():
-    model = tiny_model(dtype=F64)
+@every_variant
+def test_positions_are_derived_from_the_mask(variant):
+    model = variant_model(variant, dtype=F64)
     mask = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 1], [1] * 9])
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     ids = random_ids(2, 9)
@@ -67,8 +71,9 @@ def test_positions_are_derived_from_the_mask():
     assert_close("logits", logits_of(model, ids, attention_mask=mask), given, 1e-12)
 
 
-def test_padded_embeddings_may_hold_anything():
-    model = tiny_model()
+@every_variant
+def test_padded_embeddings_may_hold_anything(variant):
+    model = variant_model(variant)
     mask = torch.tensor([[0, 0, 1, 1, 0, 1, 1]])
     with torch.no_grad():
         embeds = model.get_input_embeddings()(random_ids(1, 7))
@@ -78,8 +83,9 @@ def test_padded_embeddings_may_hold_anything():
     assert_close("logits", logits_of(model, inputs_embeds=huge, attention_mask=mask)[:, real], expected, 1e-5)
 
 
-def test_row_of_padding_alone_is_harmless():
-    model = tiny_model(dtype=F64)
+@every_variant
+def test_row_of_padding_alone_is_harmless(variant):
+    model = variant_model(variant, dtype=F64)
     mask = torch.tensor([[0] * 9, [1] * 9])
     ids = random_ids(2, 9)
     with torch.no_grad():
@@ -102,9 +108,10 @@ def test_row_in_a_batch_equals_the_row_alone(lengths):
         assert_close("row", actual[width - row.shape[1] :], logits_of(model, row)[0], 1e-12)
 
 
-def test_scores_do_not_depend_on_the_batch_size():
+@every_variant
+def test_scores_do_not_depend_on_the_batch_size(variant):
     # As evaluation harnesses score: right-padded, without any mask.
-    model = tiny_model()
+    model = variant_model(variant)
     generator = torch.Generator().manual_seed(3)
     lengths = torch.randint(1, 30, (20,), generator=generator).tolist()
     requests = [random_ids(length, seed=i) for i, length in enumerate(lengths)]
@@ -181,12 +188,20 @@ def test_a_document_does_not_see_the_one_before(option):
         assert not torch.equal(logits[:, j:7], expected[:, j:7])
 
 
-def test_documents_start_from_the_learned_start_state():
-    model = tiny_model(dtype=F64)
+@every_variant
+def test_documents_start_from_the_learned_start_state(variant):
+    model = variant_model(variant, dtype=F64)
     ids = random_ids(1, 12)
     reset = logits_of(model, ids, position_ids=torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6]]))
     assert_close("second document", reset[:, 5:], logits_of(model, ids[:, 5:]), 1e-12)
     assert (reset[:, 5:] - logits_of(model, ids)[:, 5:]).abs().amax(-1).min() > 1e-3
+    # Not from zero either: what the weights were before any token is learned, and every document feels it.
+    with torch.no_grad():
+        for layer in model.model.layers:
+            for weight in layer.memory.start_weights():
+                weight.mul_(0.5)
+    moved = logits_of(model, ids, position_ids=torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6]])) - reset
+    assert moved.abs().amax(-1).min() > 1e-3
 
 
 def test_rows_pack_documents_differently_and_with_padding():
@@ -207,8 +222,9 @@ def test_rows_pack_documents_differently_and_with_padding():
         assert_close(f"row {r}", logits[r, mask[r].bool()], expected, 1e-11)
 
 
-def test_windows_of_a_document_continue_and_a_new_one_resets_its_row_alone():
-    model = tiny_model(dtype=F64)
+@every_variant
+def test_windows_of_a_document_continue_and_a_new_one_resets_its_row_alone(variant):
+    model = variant_model(variant, dtype=F64)
     a, b, c = (random_ids(1, length, seed=s) for length, s in ((18, 1), (7, 2), (11, 3)))
     cache = TitansCache(model.config)
     outputs = []
@@ -260,7 +276,7 @@ def test_surprise_is_the_inner_loss_at_the_chunks_start():
     with torch.no_grad():
         surprise = model(ids, output_surprise=True).surprise
         hidden = layer.input_layernorm(model.get_input_embeddings()(ids))[0]
-        expected = surprise_by_definition(layer.memory, hidden, layer.input_layernorm(layer.persistent_tokens))
+        expected = surprise_by_definition(layer.memory, hidden, layer.input_layernorm(layer.persistent_tokens()))
     assert len(surprise) == 2 and surprise[0].shape == (1, 11, 2)
     seen = [t for t, loss in enumerate(expected) if loss is not None]
     assert len(seen) == 9
@@ -291,8 +307,9 @@ def test_surprise_of_a_split_call_equals_one_call():
         assert_close("surprise", torch.cat([part[layer] for part in parts], 1), expected, 1e-11)
 
 
-def test_text_read_again_surprises_less():
-    model = tiny_model(num_hidden_layers=1, memory_max_lr=0.05, memory_max_forget=0.001)
+@every_variant
+def test_text_read_again_surprises_less(variant):
+    model = variant_model(variant, num_hidden_layers=1, memory_max_lr=0.05, memory_max_forget=0.001)
     ids = random_ids(4, 32)
     with torch.no_grad():
         first = model(ids, output_surprise=True)
@@ -300,8 +317,9 @@ def test_text_read_again_surprises_less():
     assert (second.surprise[0].mean((1, 2)) < 0.9 * first.surprise[0].mean((1, 2))).all()
 
 
-def test_surprise_has_no_gradient_and_leaves_the_loss_alone():
-    model = tiny_model(TitansForCausalLM).train()
+@every_variant
+def test_surprise_has_no_gradient_and_leaves_the_loss_alone(variant):
+    model = variant_model(variant, model_class=TitansForCausalLM).train()
     ids = random_ids(2, 9)
     plain = parameter_gradients(model, model(ids, labels=ids).loss)
     output = model(ids, labels=ids, output_surprise=True)

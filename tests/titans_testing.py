@@ -535,7 +535,7 @@ def fill_with_noise(model, seed: int = 0) -> None:
             value = 1 + 0.2 * noise
         elif owner == "start_weights":
             value = noise if leaf == "0" else 1.5 * noise / math.sqrt(parameter.shape[1])
-        elif owner == "embed_tokens" or leaf == "persistent_tokens":
+        elif owner in ("embed_tokens", "persistent_tokens"):
             value = noise
         else:
             value = noise / math.sqrt(parameter[0].numel())
