@@ -289,7 +289,7 @@ class TitansCache(DynamicCache):
         return self
 
     def to(self, device) -> "TitansCache":
-        """Moves all tensors to ``device`` (None: leaves them), in place. Their dtypes stay: a state is never narrowed."""
+        """Moves all tensors to ``device``, in place (None: nowhere). Dtypes stay: a state is never narrowed."""
         if device is None:
             return self
         device = torch.device(device)

@@ -9,18 +9,21 @@ import pytest
 
 
 ROOT = Path(__file__).parent.parent
-TABLE = re.findall(
-    r"^\| (.+?) \| `(\w+)` \| `(\w+)` \| `(\w+)` \|$", (ROOT / "modeling_titans" / "MEMORY.md").read_text(), re.M
-)
+TABLES = {
+    name: re.findall(
+        r"^\| (.+?) \| `(\w+)` \| `(\w+)` \| `(\w+)` \|$", (ROOT / "modeling_titans" / name).read_text(), re.M
+    )
+    for name in ("MEMORY.md", "ARCHITECTURES.md")
+}
 SOURCES = "\n".join(path.read_text() for path in (ROOT / "modeling_titans").glob("*.py"))
 TESTS = "\n".join(path.read_text() for path in (ROOT / "tests").glob("test_*.py"))
 
 
-def test_the_table_of_equations_is_read():
-    assert len(TABLE) == 10
+def test_the_tables_of_equations_are_read():
+    assert {name: len(rows) for name, rows in TABLES.items()} == {"MEMORY.md": 11, "ARCHITECTURES.md": 10}
 
 
-@pytest.mark.parametrize("row", TABLE, ids=lambda row: row[0])
+@pytest.mark.parametrize("row", [row for rows in TABLES.values() for row in rows], ids=lambda row: row[0])
 def test_the_table_of_equations_names_what_exists(row):
     _, function, number, behaviour = row
     assert re.search(rf"^(def|class) {function}\b", SOURCES, re.M), function
@@ -28,7 +31,9 @@ def test_the_table_of_equations_names_what_exists(row):
         assert re.search(rf"^def {test}\(", TESTS, re.M), test
 
 
-@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "modeling_titans/MEMORY.md"])
+@pytest.mark.parametrize(
+    "document", ["README.md", "CONTRIBUTING.md", "modeling_titans/MEMORY.md", "modeling_titans/ARCHITECTURES.md"]
+)
 def test_files_that_a_document_names_exist(document):
     text = (ROOT / document).read_text()
     named = re.findall(r"`((?:benchmarks|tests|training|tokenization|modeling_titans)/[\w./-]+)`", text)

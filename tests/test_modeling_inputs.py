@@ -11,7 +11,10 @@ from transformers import DynamicCache
 from titans_testing import OPTIONS, logits_of, random_ids, tiny_model
 from transformers_titans import TitansCache
 from transformers_titans.memory_state import iterate_tensors
+from variant_oracle import VARIANTS, variant_model
 
+
+every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
 ROWS, COLUMNS, SEEN = 2, 5, 6
 IDS = random_ids(ROWS, COLUMNS)
@@ -79,10 +82,11 @@ def assert_unchanged(cache: TitansCache, before: dict[str, torch.Tensor]) -> Non
         assert torch.equal(after[name], tensor), name
 
 
+@pytest.mark.parametrize("variant", ["lmm", "mag", "mac"])
 @pytest.mark.parametrize("case", BAD_CALLS)
-def test_bad_call_is_refused_and_leaves_the_cache_alone(case):
+def test_bad_call_is_refused_and_leaves_the_cache_alone(case, variant):
     arguments, said = BAD_CALLS[case]
-    model = tiny_model()
+    model = variant_model(variant)
     cache = filled_cache(model)
     before = contents(cache)
     with pytest.raises((ValueError, TypeError)) as error:
@@ -103,36 +107,49 @@ def test_bad_call_without_a_cache_is_refused(case):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("variant", "overrides", "said"),
     [
-        ({"memory_depth": 3}, "memory_depth=2"),
-        ({"memory_expansion": 3}, "memory_expansion=2"),
-        ({"memory_num_heads": 1}, "memory_num_heads=2"),
-        ({"memory_head_dim": 8}, "memory_head_dim=16"),
-        ({"memory_chunk_size": 5}, "memory_chunk_size=4"),
-        ({"memory_conv_kernel_size": 3}, "memory_conv_kernel_size=4"),
-        ({"num_hidden_layers": 3}, "num_hidden_layers=2"),
-        ({"hidden_size": 40}, "hidden_size=32"),
+        ("lmm", {"memory_depth": 3}, "memory_depth=2"),
+        ("lmm", {"memory_expansion": 3}, "memory_expansion=2"),
+        ("lmm", {"memory_num_heads": 1}, "memory_num_heads=2"),
+        ("lmm", {"memory_head_dim": 8}, "memory_head_dim=16"),
+        ("lmm", {"memory_chunk_size": 5}, "memory_chunk_size=4"),
+        ("lmm", {"memory_conv_kernel_size": 3}, "memory_conv_kernel_size=4"),
+        ("lmm", {"num_hidden_layers": 3}, "num_hidden_layers=2"),
+        ("lmm", {"hidden_size": 40}, "hidden_size=32"),
+        ("lmm", VARIANTS["mal"], "variant='lmm'"),
+        ("mal", VARIANTS["mag"], "variant='mal'"),
+        ("mag", VARIANTS["mac"], "variant='mag'"),
+        ("mac", VARIANTS["lmm"], "variant='mac'"),
+        ("mal", {"sliding_window": 6}, "sliding_window=5"),
+        ("mag", {"sliding_window": 4}, "sliding_window=5"),
+        ("mac", {"segment_length": 12}, "segment_length=8"),
+        ("mac", {"memory_depth": 1}, "memory_depth=2"),
+        ("mag", {"num_key_value_heads": 1}, "num_key_value_heads=2"),
+        ("mal", {"head_dim": 8}, "head_dim=16"),
+        ("mac", {"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}, "rope_parameters="),
     ],
     ids=str,
 )
-def test_cache_of_another_model_is_refused(overrides, said):
-    cache = filled_cache(tiny_model())
+def test_cache_of_another_model_is_refused(variant, overrides, said):
+    cache = filled_cache(variant_model(variant))
     before = contents(cache)
     with pytest.raises(ValueError, match=said):
-        logits_of(tiny_model(**overrides), IDS, cache=cache)
+        logits_of(tiny_model(**(VARIANTS[variant] | overrides)), IDS, cache=cache)
     assert_unchanged(cache, before)
 
 
-def test_allowed_masks_with_a_cache():
-    model = tiny_model()
+@every_variant
+def test_allowed_masks_with_a_cache(variant):
+    model = variant_model(variant)
     expected = logits_of(model, IDS, cache=filled_cache(model))
     for mask in (ONES, ONES.bool(), ONES.float(), torch.ones(ROWS, SEEN + COLUMNS)):
         assert torch.equal(logits_of(model, IDS, cache=filled_cache(model), attention_mask=mask), expected)
 
 
-def test_position_ids_of_one_row_serve_all():
-    model = tiny_model()
+@every_variant
+def test_position_ids_of_one_row_serve_all(variant):
+    model = variant_model(variant)
     positions = torch.tensor([[0, 1, 0, 1, 2]])
     expected = logits_of(model, IDS, position_ids=positions.repeat(2, 1))
     assert torch.equal(logits_of(model, IDS, position_ids=positions), expected)
@@ -145,8 +162,9 @@ def test_int32_ids_and_positions_are_taken():
     assert torch.equal(logits_of(model, IDS.int(), position_ids=positions.int()), expected)
 
 
-def test_failure_in_a_layer_leaves_the_cache_alone():
-    model = tiny_model()
+@every_variant
+def test_failure_in_a_layer_leaves_the_cache_alone(variant):
+    model = variant_model(variant)
     cache = filled_cache(model)
     before = contents(cache)
 

@@ -19,10 +19,13 @@ from titans_testing import (
     tiny_config,
     tiny_model,
 )
-from transformers_titans import TitansCache, TitansForCausalLM
+from transformers_titans import TitansCache, TitansConfig, TitansForCausalLM
+from variant_oracle import VARIANTS, variant_model
 
 
 F64 = torch.float64
+
+every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
 
 def next_token_loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -47,6 +50,40 @@ def test_every_parameter_has_a_gradient(option, length):
         assert torch.isfinite(gradient).all(), name
         # Only what acts from one token on the next needs a second one: past surprise and what carries it.
         assert gradient.any() or "eta_proj" in name, name
+
+
+@pytest.mark.parametrize("sizes", [(5, 3), (8, 2), (7, 16)], ids=str)
+@pytest.mark.parametrize("persistent", [0, 2], ids=["persistent_0", "persistent_2"])
+@every_variant
+def test_every_parameter_has_a_gradient_behind_a_detached_cache(variant, persistent, sizes):
+    # Wherever the cache stands in chunk, window and segment, and however little follows.
+    model = variant_model(variant, num_persistent_tokens=persistent).train()
+    ids = random_ids(2, sum(sizes))
+    first, second = ids.split(sizes, 1)
+    cache = TitansCache(model.config)
+    model(first, cache=cache)
+    gradients = parameter_gradients(model, model(second, labels=second, cache=cache.detach()).loss)
+    assert gradients.keys() == dict(model.named_parameters()).keys()
+    assert all(torch.isfinite(gradient).all() for gradient in gradients.values())
+
+
+@pytest.mark.parametrize("length", [1, 63, 531])
+@every_variant
+def test_default_settings_train(variant, length):
+    # Chunk, window and segment at their default sizes, of which no length is a multiple.
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
+    model = TitansForCausalLM(TitansConfig(variant=variant, num_attention_heads=2, **sizes)).train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ids, losses = random_ids(1, length), []
+    for _ in range(2):
+        output = model(ids, labels=ids)
+        assert output.cache is None
+        optimizer.zero_grad()
+        output.loss.backward()
+        assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in model.parameters())
+        optimizer.step()
+        losses.append(output.loss.item())
+    assert losses[1] < losses[0] or length == 1
 
 
 @pytest.mark.parametrize("option", ["default", "depth_3", "no_conv", "no_norm", "persistent_0", "forget_to_start"])
@@ -85,8 +122,9 @@ def test_loss_is_cross_entropy_of_the_next_token():
     torch.testing.assert_close(model(ids, labels=labels, shift_labels=shifted).loss, output.loss)
 
 
-def test_accumulated_micro_batches_equal_one_batch():
-    model = tiny_model(dtype=F64).train()
+@every_variant
+def test_accumulated_micro_batches_equal_one_batch(variant):
+    model = variant_model(variant, dtype=F64).train()
     ids = random_ids(8, 9)
     labels = ids.clone()
     for row in range(8):
@@ -99,8 +137,9 @@ def test_accumulated_micro_batches_equal_one_batch():
 
 
 @pytest.mark.parametrize("counted", [None, 0, 5], ids=["alone", "counted_zero", "beside_a_live_one"])
-def test_batch_without_a_target_has_zero_loss_and_zero_gradients(counted):
-    model = tiny_model().train()
+@every_variant
+def test_batch_without_a_target_has_zero_loss_and_zero_gradients(variant, counted):
+    model = variant_model(variant).train()
     ids = random_ids(2, 9)
     loss = model(ids, labels=torch.full_like(ids, -100), num_items_in_batch=counted).loss
     assert loss.item() == 0
@@ -109,8 +148,9 @@ def test_batch_without_a_target_has_zero_loss_and_zero_gradients(counted):
     assert not any(gradient.any() for gradient in gradients.values())
 
 
-def test_padded_labels_and_padded_rows_do_not_touch_gradients():
-    model = tiny_model(dtype=F64).train()
+@every_variant
+def test_padded_labels_and_padded_rows_do_not_touch_gradients(variant):
+    model = variant_model(variant, dtype=F64).train()
     ids = random_ids(2, 7)
     expected = parameter_gradients(model, model(ids, labels=ids).loss)
     padded = torch.zeros(3, 11, dtype=torch.long)
@@ -123,14 +163,17 @@ def test_padded_labels_and_padded_rows_do_not_touch_gradients():
     assert_same_gradients(actual, expected, 1e-11)
 
 
-@pytest.mark.parametrize("use_cache", [None, True, False])
+@pytest.mark.parametrize(
+    ("variant", "use_cache"),
+    [("lmm", None), ("lmm", True), ("lmm", False), ("mal", True), ("mag", True), ("mac", True), ("mac", False)],
+)
 @pytest.mark.parametrize("reentrant", [False, True], ids=["non_reentrant", "reentrant"])
 @pytest.mark.parametrize("with_cache", [False, True], ids=["fresh", "cache"])
-def test_gradient_checkpointing_gives_the_same_gradients(with_cache, reentrant, use_cache):
+def test_gradient_checkpointing_gives_the_same_gradients(variant, with_cache, reentrant, use_cache):
     ids = random_ids(2, 17)
     results = []
     for checkpointing in (False, True):
-        model = tiny_model(dtype=F64).train()
+        model = variant_model(variant, dtype=F64).train()
         cache = None
         if with_cache:
             cache = TitansCache(model.config)
@@ -156,11 +199,12 @@ def test_gradient_checkpointing_gives_the_same_gradients(with_cache, reentrant, 
         assert_close("after", checkpointed[2], plain[2], 1e-12)
 
 
-def test_gradient_checkpointing_passes_gradients_into_an_earlier_window():
+@every_variant
+def test_gradient_checkpointing_passes_gradients_into_an_earlier_window(variant):
     ids = random_ids(2, 18)
     gradients = []
     for checkpointing in (False, True):
-        model = tiny_model(dtype=F64).train()
+        model = variant_model(variant, dtype=F64).train()
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         cache = TitansCache(model.config)
@@ -169,12 +213,13 @@ def test_gradient_checkpointing_passes_gradients_into_an_earlier_window():
     assert_same_gradients(gradients[1], gradients[0], 1e-11)
 
 
-def test_reentrant_checkpointing_detaches_the_cache():
+@every_variant
+def test_reentrant_checkpointing_detaches_the_cache(variant):
     # torch's reentrant checkpoint keeps gradients of tensors alone, and a layer's state is a tuple of them.
     ids = random_ids(2, 18)
     gradients = []
     for checkpointing in (False, True):
-        model = tiny_model(dtype=F64).train()
+        model = variant_model(variant, dtype=F64).train()
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": True})
         cache = TitansCache(model.config)
@@ -198,8 +243,9 @@ def test_gradients_through_a_carried_cache_equal_one_call():
     assert_same_gradients(parameter_gradients(model, next_token_loss(logits, ids)), expected, 1e-10)
 
 
-def test_detached_cache_stops_gradients_and_allows_a_second_step():
-    model = tiny_model().train()
+@every_variant
+def test_detached_cache_stops_gradients_and_allows_a_second_step(variant):
+    model = variant_model(variant).train()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     cache = TitansCache(model.config)
     for part in random_ids(2, 15).split(3, 1):
@@ -211,9 +257,23 @@ def test_detached_cache_stops_gradients_and_allows_a_second_step():
         assert not any(t.requires_grad for t in iterate_floats(cache))
 
 
-@pytest.mark.parametrize("option", ["default", "depth_1", "depth_3", "no_conv", "no_norm", "forget_to_start"])
-def test_backward_under_anomaly_detection(option):
-    model = tiny_model(**OPTIONS[option]).train()
+@pytest.mark.parametrize(
+    ("variant", "option"),
+    [
+        ("lmm", "default"),
+        ("lmm", "depth_1"),
+        ("lmm", "depth_3"),
+        ("lmm", "no_conv"),
+        ("lmm", "no_norm"),
+        ("lmm", "forget_to_start"),
+        ("mal", "default"),
+        ("mag", "default"),
+        ("mac", "default"),
+        ("mac", "chunk_gates"),
+    ],
+)
+def test_backward_under_anomaly_detection(variant, option):
+    model = variant_model(variant, **OPTIONS[option]).train()
     ids = random_ids(2, 11)
     positions = torch.cat([torch.arange(6), torch.arange(5)]).repeat(2, 1)
     mask = torch.ones_like(ids)
@@ -226,15 +286,25 @@ def test_backward_under_anomaly_detection(option):
     assert all(torch.isfinite(p.grad).all() for p in model.parameters())
 
 
+def assert_float32_memory(cache: TitansCache, window_dtype: torch.dtype) -> None:
+    """What the memory has learned is float32; attention's keys and values are as the model computes them."""
+    for layer in cache.layers:
+        memory, attention, segment = layer.state
+        assert {t.dtype for t in iterate_floats(memory.memory)} == {torch.float32}
+        assert {t.dtype for t in iterate_floats(attention)} <= {window_dtype}
+        assert segment is None or {t.dtype for t in segment.segment_weights} == {torch.float32}
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-def test_16_bit_model_trains_with_a_float32_state(dtype):
-    reference, model = tiny_model(dtype=F64), tiny_model(dtype=dtype)
+@every_variant
+def test_16_bit_model_trains_with_a_float32_state(variant, dtype):
+    reference, model = variant_model(variant, dtype=F64), variant_model(variant, dtype=dtype)
     ids = random_ids(2, 21)
     for parameter, stored in zip(reference.parameters(), model.parameters(), strict=True):
         parameter.data.copy_(stored.data)
     output = model(ids, labels=ids, use_cache=True)
     assert output.logits.dtype == dtype
-    assert all(t.dtype == torch.float32 for layer in output.cache.layers for t in iterate_floats(layer.state.memory.memory))
+    assert_float32_memory(output.cache, dtype)
     exact = reference(ids, labels=ids)
     # Activations are rounded about ten times in each of two layers.
     unit = torch.finfo(dtype).eps
@@ -247,15 +317,16 @@ def test_16_bit_model_trains_with_a_float32_state(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("model_dtype", [torch.float32, torch.bfloat16], ids=["fp32_weights", "bf16_weights"])
-def test_autocast_trains_with_a_float32_state(model_dtype, dtype):
-    model, reference = tiny_model(dtype=model_dtype).train(), tiny_model(dtype=F64)
+@every_variant
+def test_autocast_trains_with_a_float32_state(variant, model_dtype, dtype):
+    model, reference = variant_model(variant, dtype=model_dtype).train(), variant_model(variant, dtype=F64)
     for parameter, stored in zip(reference.parameters(), model.parameters(), strict=True):
         parameter.data.copy_(stored.data)
     ids = random_ids(2, 21)
     cache = TitansCache(model.config)
     with torch.autocast("cpu", dtype=dtype):
         output = model(ids, labels=ids, cache=cache)
-    assert all(t.dtype == torch.float32 for layer in cache.layers for t in iterate_floats(layer.state.memory.memory))
+    assert_float32_memory(cache, dtype)
     gradients = parameter_gradients(model, output.loss)
     unit = max(torch.finfo(dtype).eps, torch.finfo(model_dtype).eps)
     expected = parameter_gradients(reference, reference(ids, labels=ids).loss)
@@ -265,10 +336,12 @@ def test_autocast_trains_with_a_float32_state(model_dtype, dtype):
     with torch.autocast("cpu", dtype=dtype), torch.no_grad():
         after = model(ids, cache=cache).logits
     assert torch.isfinite(after).all()
+    assert torch.isfinite(logits_of(model, ids, cache=cache)).all()
 
 
-def test_large_activations_stay_finite_in_float16():
-    model = tiny_model(dtype=torch.float16)
+@every_variant
+def test_large_activations_stay_finite_in_float16(variant):
+    model = variant_model(variant, dtype=torch.float16)
     ids = random_ids(2, 21)
     ids[0] = 7
     with torch.no_grad():
@@ -279,20 +352,22 @@ def test_large_activations_stay_finite_in_float16():
     assert all(torch.isfinite(t).all() for t in iterate_floats(output.cache))
 
 
-def test_double_model_computes_in_double():
-    model = tiny_model(dtype=F64)
+@every_variant
+def test_double_model_computes_in_double(variant):
+    model = variant_model(variant, dtype=F64)
     ids = random_ids(1, 21)
     output = model(ids, use_cache=True)
     assert output.logits.dtype == F64
     assert all(t.dtype == F64 for t in iterate_floats(output.cache))
-    converted = tiny_model().double()
+    converted = variant_model(variant).double()
     fill_with_noise(converted)
     assert torch.equal(logits_of(converted, ids), output.logits)
 
 
-def test_model_learns_a_batch_and_generates_it():
+@pytest.mark.parametrize("variant", ["lmm", "mac"])
+def test_model_learns_a_batch_and_generates_it(variant):
     torch.manual_seed(0)
-    model = TitansForCausalLM(tiny_config()).train()
+    model = TitansForCausalLM(tiny_config(**VARIANTS[variant])).train()
     ids = random_ids(3, 14)
     # Different first tokens, so that each row can be told from its beginning.
     ids[:, 0] = torch.tensor([3, 4, 5])
@@ -308,8 +383,9 @@ def test_model_learns_a_batch_and_generates_it():
     assert torch.equal(generated, ids)
 
 
-def test_training_leaves_no_trace_in_a_copy():
-    model = tiny_model().train()
+@every_variant
+def test_training_leaves_no_trace_in_a_copy(variant):
+    model = variant_model(variant).train()
     before = copy.deepcopy(model.state_dict())
     ids = random_ids(2, 9)
     model(ids, labels=ids, use_cache=True).loss.backward()
