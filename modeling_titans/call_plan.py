@@ -128,7 +128,7 @@ def plan_columns(
 def _real_columns(attention_mask, shape: tuple[int, int], num_past: int, device) -> torch.Tensor:
     if attention_mask is None:
         return torch.ones(shape, dtype=torch.bool, device=device)
-    allowed = {shape, (shape[0], num_past + shape[1])}
+    allowed = (shape, (shape[0], num_past + shape[1]))
     if tuple(attention_mask.shape) not in allowed:
         raise ValueError(
             f"attention_mask must be {' or '.join(map(str, sorted(allowed)))}, the new columns alone or "
