@@ -232,6 +232,28 @@ def test_no_attention_weights_where_there_is_no_square_of_them(variant):
     assert attentions_of(model_with("eager", variant), random_ids(1, 9)) is None
 
 
+@pytest.mark.parametrize("variant", WINDOWED)
+def test_attention_weights_behind_kept_keys(variant):
+    model = model_with("eager", variant, dtype=F64, num_persistent_tokens=0)
+    ids = random_ids(2, 9)
+    cache = TitansCache(model.config)
+    logits_of(model, ids[:, :6], cache=cache)
+    whole, later = attentions_of(model, ids), attentions_of(model, ids[:, 6:], cache=cache)
+    for expected, weights in zip(whole, later, strict=True):
+        # The window's last 4 keys were kept.
+        assert weights.shape == (2, 2, 3, 7)
+        assert_close("weights", weights, expected[:, :, 6:, 2:], TOLERANCE[F64])
+
+
+@pytest.mark.parametrize("variant", WINDOWED)
+def test_only_eager_attention_has_weights(variant):
+    # As in transformers' own models: asked for in a call there are none, as a setting they are refused.
+    model = model_with("sdpa", variant)
+    assert attentions_of(model, random_ids(1, 9)) is None
+    with pytest.raises(ValueError, match="eager"):
+        model.config.output_attentions = True
+
+
 @pytest.mark.parametrize("variant", WITH_ATTENTION)
 def test_dropout_acts_in_training_only(variant):
     ids = random_ids(2, 23)

@@ -19,11 +19,14 @@ from titans_testing import (
 )
 from transformers_titans import TitansCache
 from transformers_titans.memory_state import iterate_tensors
+from variant_oracle import VARIANTS, variant_model
 
 
 F64 = torch.float64
 CHUNK = 4
 LATER = random_ids(1, 11, seed=99)
+
+every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
 
 def feed(model, cache: TitansCache, ids: torch.Tensor, sizes=None, **kwargs) -> torch.Tensor:
@@ -58,9 +61,9 @@ def assert_same_state(actual: TitansCache, expected: TitansCache, ratio: float) 
         assert_close(name, a[name].double(), tensor.double(), ratio)
 
 
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("option", [*OPTIONS, "mal", "mag", "mac"])
 def test_split_at_every_length(option):
-    model = tiny_model(dtype=F64, **OPTIONS[option])
+    model = tiny_model(dtype=F64, **(OPTIONS | VARIANTS)[option])
     ids = random_ids(2, 2 * CHUNK + 8)
     whole = logits_of(model, ids)
     for length in range(1, 2 * CHUNK + 2):
@@ -97,8 +100,13 @@ def test_float32_split_is_as_accurate_as_one_call():
         assert relative_error(feed(model, TitansCache(model.config), ids, sizes), reference) <= allowed
 
 
-def test_short_calls_are_buffered():
-    model = tiny_model(dtype=F64, memory_chunk_size=64)
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"variant": "mag", "sliding_window": 40}, {"variant": "mac", "segment_length": 64}],
+    ids=["lmm", "mag", "mac"],
+)
+def test_short_calls_are_buffered(fields):
+    model = tiny_model(dtype=F64, memory_chunk_size=64, **fields)
     ids = random_ids(1, 100)
     whole, pieces = TitansCache(model.config), TitansCache(model.config)
     assert_close("outputs", feed(model, pieces, ids, 5), feed(model, whole, ids), 1e-11)
@@ -107,8 +115,9 @@ def test_short_calls_are_buffered():
 
 @pytest.mark.parametrize("kernel_size", [0, 1, 2, 3, 4, 7])
 @pytest.mark.parametrize("prompt", ["1", "kernel-1", "kernel", "kernel+1", "60"])
-def test_convolution_reaches_across_calls(kernel_size, prompt):
-    model = tiny_model(dtype=F64, memory_conv_kernel_size=kernel_size)
+@pytest.mark.parametrize("variant", ["lmm", "mac"])
+def test_convolution_reaches_across_calls(variant, kernel_size, prompt):
+    model = variant_model(variant, dtype=F64, memory_conv_kernel_size=kernel_size)
     kernel = max(kernel_size, 2)
     length = {"1": 1, "kernel-1": kernel - 1, "kernel": kernel, "kernel+1": kernel + 1, "60": 60}[prompt]
     ids = random_ids(1, length + 9)
@@ -116,7 +125,10 @@ def test_convolution_reaches_across_calls(kernel_size, prompt):
     logits = feed(model, cache, ids, [length, 1, 2, 6])
     assert_close("logits", logits, logits_of(model, ids), 1e-11)
     if kernel_size:
-        assert cache.layers[0].state.memory.conv_tail.shape == (1, kernel_size - 1, 96)
+        state = cache.layers[0].state
+        assert state.memory.conv_tail.shape == (1, kernel_size - 1, 96)
+        # Reading at a segment's start has a convolution of its own, over what attention has not seen yet.
+        assert variant == "lmm" or state.segment.conv_tail.shape == (1, kernel_size - 1, 32)
 
 
 def test_get_seq_length_counts_columns():
@@ -141,7 +153,7 @@ RAGGED_IDS = random_ids(3, 7, seed=5)
 
 
 @pytest.mark.parametrize("alike", [True, False], ids=["alike", "ragged"])
-@pytest.mark.parametrize("option", ["default", "no_conv", "depth_3"])
+@pytest.mark.parametrize("option", ["default", "no_conv", "depth_3", "mal", "mag", "mac"])
 @pytest.mark.parametrize("recording", [False, True], ids=["plain", "recording"])
 @pytest.mark.parametrize(
     ("operation", "rows"),
@@ -157,7 +169,7 @@ RAGGED_IDS = random_ids(3, 7, seed=5)
     ids=["reorder", "select_1", "select_2", "repeat", "to", "detach", "offload"],
 )
 def test_row_operations_take_everything_along(operation, rows, recording, option, alike):
-    model = tiny_model(dtype=F64, **OPTIONS[option])
+    model = tiny_model(dtype=F64, **(OPTIONS | VARIANTS)[option])
     mask = torch.ones_like(RAGGED_MASK) if alike else RAGGED_MASK
     cache = TitansCache(model.config)
     feed(model, cache, RAGGED_IDS, attention_mask=mask)
@@ -178,8 +190,9 @@ def test_row_operations_take_everything_along(operation, rows, recording, option
         assert_close(f"row {row}", actual[None], expected, 1e-11)
 
 
-def test_reset_goes_back_to_the_start():
-    model = tiny_model()
+@every_variant
+def test_reset_goes_back_to_the_start(variant):
+    model = variant_model(variant)
     cache = ragged_cache(model, RAGGED_IDS, RAGGED_MASK)
     cache.activate_past_recording()
     feed(model, cache, RAGGED_IDS)
@@ -200,8 +213,9 @@ def test_deepcopy_is_equal_and_independent():
     assert torch.equal(feed(model, copied, ids), expected)
 
 
-def test_a_cache_made_with_gradients_can_be_copied_once_detached():
-    model = tiny_model()
+@every_variant
+def test_a_cache_made_with_gradients_can_be_copied_once_detached(variant):
+    model = variant_model(variant)
     cache = model(random_ids(1, 6), use_cache=True).cache
     copied = copy.deepcopy(cache.detach())
     assert torch.equal(feed(model, copied, LATER), feed(model, cache, LATER))
@@ -216,8 +230,9 @@ def test_a_call_never_changes_tensors_in_place():
         assert torch.equal(tensor, value), name
 
 
-def test_token_that_closes_no_chunk_copies_no_weights():
-    model = tiny_model()
+@every_variant
+def test_token_that_closes_no_chunk_copies_no_weights(variant):
+    model = variant_model(variant)
     cache = cache_after(model, random_ids(1, CHUNK))
     before = [w.data_ptr() for layer in cache.layers for w in layer.state.memory.memory.weights]
     for token in random_ids(1, CHUNK - 1).split(1, 1):
@@ -245,8 +260,9 @@ def test_size_is_constant_in_the_number_of_tokens(option):
 
 @pytest.mark.parametrize("alike", [True, False], ids=["alike", "ragged"])
 @pytest.mark.parametrize("recording", [False, True], ids=["plain", "recording"])
-def test_cache_keeps_no_larger_tensor_alive(recording, alike):
-    model = tiny_model()
+@every_variant
+def test_cache_keeps_no_larger_tensor_alive(variant, recording, alike):
+    model = variant_model(variant)
     cache = TitansCache(model.config)
     if recording:
         cache.activate_past_recording()
@@ -259,15 +275,25 @@ def test_cache_keeps_no_larger_tensor_alive(recording, alike):
     for tensor in tensors:
         assert tensor.untyped_storage().nbytes() <= tensor.numel() * tensor.element_size()
     if not recording:
-        assert cache.nbytes < 80_000
+        # In `mac` also the weights at the segment's start, and the segment's keys.
+        assert cache.nbytes < (130_000 if variant == "mac" else 80_000)
 
 
-def test_state_is_float32_in_a_16_bit_model_and_stays_so():
-    model = tiny_model(dtype=torch.bfloat16)
+def memory_dtypes(cache: TitansCache) -> set[torch.dtype]:
+    """Of all that a memory has learned, also of what `mac` keeps of it for its segment."""
+    states = [layer.state for layer in cache.layers]
+    learned = [(state.memory.memory, state.segment and state.segment.segment_weights) for state in states]
+    return {t.dtype for t in iterate_floats(tuple(learned))}
+
+
+@every_variant
+def test_state_is_float32_in_a_16_bit_model_and_stays_so(variant):
+    model = variant_model(variant, dtype=torch.bfloat16)
     cache = cache_after(model, random_ids(1, 10))
-    assert {t.dtype for layer in cache.layers for t in iterate_floats(layer.state.memory.memory)} == {torch.float32}
+    assert memory_dtypes(cache) == {torch.float32}
+    assert variant == "lmm" or {layer.state.attention.keys.dtype for layer in cache.layers} == {torch.bfloat16}
 
-    model = tiny_model()
+    model = variant_model(variant)
     cache = cache_after(model, random_ids(1, 10))
     before = {name: t.clone() for name, t in state_tensors(cache).items()}
     for convert in (model.half, model.bfloat16, lambda: model.to(torch.bfloat16)):
@@ -275,7 +301,7 @@ def test_state_is_float32_in_a_16_bit_model_and_stays_so():
         for name, tensor in state_tensors(cache).items():
             assert torch.equal(tensor, before[name]) and tensor.dtype == before[name].dtype, name
     feed(model, cache, LATER)
-    assert {t.dtype for layer in cache.layers for t in iterate_floats(layer.state.memory.memory)} == {torch.float32}
+    assert memory_dtypes(cache) == {torch.float32}
 
 
 def test_moving_a_cache_never_narrows_it():

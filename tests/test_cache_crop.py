@@ -10,12 +10,14 @@ import torch
 from titans_testing import OPTIONS, assert_close, logits_of, random_ids, tiny_model
 from transformers_titans import TitansCache
 from transformers_titans.memory_state import iterate_tensors
+from variant_oracle import VARIANTS, variant_model
 
 
 F64 = torch.float64
 CHUNK = 4
 IDS = random_ids(2, 60)
 LATER = random_ids(2, 9, seed=9)
+every_variant = pytest.mark.parametrize("variant", VARIANTS)
 MASK = torch.ones(2, 60, dtype=torch.long)
 MASK[0, :7] = 0
 
@@ -67,8 +69,9 @@ def test_crop_for_each_kind_of_memory(option):
     assert_as_if_never_fed(model, cache, 11, MASK)
 
 
-def test_crop_many_times_as_assisted_decoding_does():
-    model = tiny_model(dtype=F64)
+@every_variant
+def test_crop_many_times_as_assisted_decoding_does(variant):
+    model = variant_model(variant, dtype=F64)
     cache = recording_cache(model)
     feed(model, cache, 0, 13)
     cache.crop(0)
@@ -132,8 +135,9 @@ def contents(cache) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("recording", [False, True], ids=["not_recording", "recording"])
-def test_crop_past_what_is_recorded_is_refused_and_changes_nothing(recording):
-    model = tiny_model(dtype=F64)
+@every_variant
+def test_crop_past_what_is_recorded_is_refused_and_changes_nothing(variant, recording):
+    model = variant_model(variant, dtype=F64)
     cache = TitansCache(model.config)
     feed(model, cache, 0, 9)
     if recording:
@@ -158,8 +162,9 @@ def test_impossible_crop_is_refused(number):
     assert_as_if_never_fed(model, cache, 11)
 
 
-def test_crop_of_a_long_call_starts_from_a_state_near_its_end():
-    model = tiny_model(dtype=F64, memory_max_lr=0.01, memory_max_forget=0.001)
+@every_variant
+def test_crop_of_a_long_call_starts_from_a_state_near_its_end(variant):
+    model = variant_model(variant, dtype=F64, memory_max_lr=0.01, memory_max_forget=0.001)
     ids, later = random_ids(1, 600), LATER[:1]
     for removed in (1, 128, 129, 500, 600):
         cache = TitansCache(model.config)
@@ -175,8 +180,9 @@ def test_crop_of_a_long_call_starts_from_a_state_near_its_end():
         assert_close(f"removed {removed}", logits_of(model, later, cache=cache), expected, 1e-9)
 
 
-def test_long_recorded_call_returns_all_that_a_short_one_does():
-    model = tiny_model(dtype=F64, memory_max_lr=0.01, memory_max_forget=0.001)
+@every_variant
+def test_long_recorded_call_returns_all_that_a_short_one_does(variant):
+    model = variant_model(variant, dtype=F64, memory_max_lr=0.01, memory_max_forget=0.001)
     ids = random_ids(1, 700)
     mask = torch.ones_like(ids)
     mask[:, 600:640] = 0
@@ -196,8 +202,9 @@ def test_long_recorded_call_returns_all_that_a_short_one_does():
     assert len(by_config.hidden_states) == 3
 
 
-def test_recording_keeps_gradients_out():
-    model = tiny_model().train()
+@every_variant
+def test_recording_keeps_gradients_out(variant):
+    model = variant_model(variant).train()
     cache = TitansCache(model.config)
     cache.activate_past_recording()
     model(IDS[:, :9], cache=cache)
@@ -208,8 +215,9 @@ def test_recording_keeps_gradients_out():
     assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
 
 
-def test_document_borders_are_replayed():
-    model = tiny_model(dtype=F64)
+@every_variant
+def test_document_borders_are_replayed(variant):
+    model = variant_model(variant, dtype=F64)
     positions = torch.cat([torch.arange(7), torch.arange(5), torch.arange(8)])[None]
     expected_cache = TitansCache(model.config)
     logits_of(model, IDS[:, :15], position_ids=positions[:, :15], cache=expected_cache)
@@ -225,8 +233,9 @@ def test_document_borders_are_replayed():
     assert_close("on", actual, logits_of(model, LATER[:, :3], position_ids=follow, cache=expected_cache), 1e-11)
 
 
-def test_rows_of_a_cropped_cache_can_be_reordered_before_the_next_call():
-    model = tiny_model(dtype=F64)
+@every_variant
+def test_rows_of_a_cropped_cache_can_be_reordered_before_the_next_call(variant):
+    model = variant_model(variant, dtype=F64)
     cache = recording_cache(model, 4, mask=MASK)
     feed(model, cache, 4, 15, MASK)
     cache.crop(-4)
@@ -236,9 +245,10 @@ def test_rows_of_a_cropped_cache_can_be_reordered_before_the_next_call():
     assert_close("later", logits_of(model, LATER, cache=cache)[[1, 0]], expected, 1e-11)
 
 
-def test_recording_ends_with_the_flag():
+@every_variant
+def test_recording_ends_with_the_flag(variant):
     # As transformers does behind an assisted call.
-    model = tiny_model(dtype=F64)
+    model = variant_model(variant, dtype=F64)
     cache = recording_cache(model)
     feed(model, cache, 0, 9)
     cache.crop(-2)
@@ -249,8 +259,9 @@ def test_recording_ends_with_the_flag():
     assert_as_if_never_fed(model, cache, 12)
 
 
-def test_a_cache_cropped_to_nothing_is_no_view_of_the_parameters():
-    model = tiny_model(num_persistent_tokens=0)
+@every_variant
+def test_a_cache_cropped_to_nothing_is_no_view_of_the_parameters(variant):
+    model = variant_model(variant, num_persistent_tokens=0)
     cache = TitansCache(model.config)
     cache.activate_past_recording()
     logits_of(model, IDS[:1, :2], cache=cache)

@@ -15,7 +15,10 @@ from titans_testing import OPTIONS, logits_of, random_ids, tiny_config, tiny_mod
 from transformers_titans import TitansCache
 from transformers_titans.cache_titans import CACHE_FILE
 from transformers_titans.memory_state import iterate_tensors
+from variant_oracle import VARIANTS, variant_model
 
+
+every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
 IDS = random_ids(3, 14)
 LATER = random_ids(3, 9, seed=9)
@@ -118,9 +121,9 @@ SITUATIONS = [
 
 
 @pytest.mark.parametrize("situation", SITUATIONS, ids=lambda s: s.__name__)
-@pytest.mark.parametrize("option", ["default", "no_conv", "persistent_0", "depth_3"])
+@pytest.mark.parametrize("option", ["default", "no_conv", "persistent_0", "depth_3", "mal", "mag", "mac"])
 def test_a_loaded_cache_goes_on_exactly(option, situation, tmp_path):
-    model = tiny_model(**OPTIONS[option])
+    model = tiny_model(**(OPTIONS | VARIANTS)[option])
     cache = TitansCache(model.config)
     situation(model, cache)
     cache.save_pretrained(tmp_path)
@@ -134,8 +137,9 @@ def test_a_loaded_cache_goes_on_exactly(option, situation, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
-def test_dtypes_are_kept(dtype, tmp_path):
-    model = tiny_model(dtype=dtype)
+@every_variant
+def test_dtypes_are_kept(variant, dtype, tmp_path):
+    model = variant_model(variant, dtype=dtype)
     cache = TitansCache(model.config)
     cropped(model, cache)
     cache.save_pretrained(tmp_path)
@@ -144,14 +148,15 @@ def test_dtypes_are_kept(dtype, tmp_path):
     assert torch.equal(logits_of(model, LATER, cache=loaded), logits_of(model, LATER, cache=cache))
 
 
-def test_a_memory_may_be_asked_in_another_dtype(tmp_path):
-    model = tiny_model()
+@every_variant
+def test_a_memory_may_be_asked_in_another_dtype(variant, tmp_path):
+    model = variant_model(variant)
     cache = TitansCache(model.config)
     plain(model, cache)
     cache.save_pretrained(tmp_path)
     expected = logits_of(model, LATER, cache=cache)
     loaded = TitansCache.from_pretrained(tmp_path)
-    actual = logits_of(tiny_model(dtype=torch.bfloat16), LATER, cache=loaded)
+    actual = logits_of(variant_model(variant, dtype=torch.bfloat16), LATER, cache=loaded)
     assert actual.dtype == torch.bfloat16
     torch.testing.assert_close(actual.float(), expected, rtol=0.1, atol=0.3)
     weights = [layer.state.memory.memory.weights[0].dtype for layer in loaded.layers]
@@ -228,13 +233,18 @@ def test_the_file_has_the_users_ordinary_permissions(tmp_path):
     assert modes[0] == modes[1]
 
 
-@pytest.fixture
-def saved(tmp_path):
-    model = tiny_model()
+def saved_by(variant: str, folder, **fields):
+    """The file of a cache that a model of this variant has filled."""
+    model = variant_model(variant, **fields)
     cache = TitansCache(model.config)
     plain(model, cache)
-    cache.save_pretrained(tmp_path)
-    return tmp_path / CACHE_FILE
+    cache.save_pretrained(folder)
+    return folder / CACHE_FILE
+
+
+@pytest.fixture
+def saved(tmp_path):
+    return saved_by("lmm", tmp_path)
 
 
 def refused(path, *said) -> None:
@@ -311,23 +321,131 @@ def test_an_incomplete_file_is_refused_at_the_latest_by_the_model(change, saved)
         logits_of(tiny_model(), LATER, cache=TitansCache.from_pretrained(saved, config=tiny_config()))
 
 
+def without(*names):
+    """Removes the tensors in whose names one of these stands."""
+
+    def change(tensors, meta):
+        for name in [name for name in tensors if any(part in name for part in names)]:
+            tensors.pop(name)
+
+    return change
+
+
+def changed(name, fn):
+    """Applies ``fn`` to the tensors in whose names this stands."""
+    return lambda tensors, meta: tensors.update({n: fn(t).contiguous() for n, t in tensors.items() if name in n})
+
+
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("variant", "change"),
     [
-        ({"memory_depth": 3}, "memory_depth=2"),
-        ({"memory_chunk_size": 8}, "memory_chunk_size=4"),
-        ({"num_hidden_layers": 1}, "num_hidden_layers=2"),
-        ({"memory_head_dim": 4}, "memory_head_dim=16"),
+        ("mal", without("attention.")),
+        ("mag", without("attention.keys")),
+        ("mac", without("attention.values")),
+        ("mac", without("retrieved")),
+        ("mac", without("retrieved_values")),
+        ("mac", without("segment.")),
+        ("mac", without("segment.segment_weights.1")),
+        ("mac", without("segment.conv_tail")),
+        ("mag", without("0.1.0.attention.keys")),
+        ("mal", changed("attention.keys", lambda t: t[:2])),
+        ("mag", changed("attention.values", lambda t: t[:, :1])),
+        ("mag", changed("attention.", lambda t: t[..., :8])),
+        ("mac", changed("attention.", lambda t: t[:, :, :3])),
+        ("mac", changed("attention.retrieved", lambda t: t[:, :, 1:])),
+        ("mag", changed("attention.", lambda t: t.repeat(1, 1, 5, 1))),
+        ("mac", changed("segment_weights", lambda t: t[:, :1])),
+        ("mac", changed("segment_weights", torch.Tensor.half)),
+        ("mag", changed("attention.keys", torch.Tensor.long)),
+        ("lmm", lambda tensors, meta: meta["geometry"].update(VARIANTS["mag"])),
+        ("mag", lambda tensors, meta: meta["geometry"].update(VARIANTS["lmm"])),
+        ("mac", lambda tensors, meta: meta["geometry"].pop("segment_length")),
+        ("mag", lambda tensors, meta: meta["geometry"].pop("variant")),
+    ],
+    ids=[
+        "mal_without_attention",
+        "mag_without_keys",
+        "mac_without_values",
+        "mac_without_retrieved",
+        "mac_without_retrieved_values",
+        "mac_without_segment",
+        "mac_without_a_layers_segment_weights",
+        "mac_without_query_tail",
+        "mag_without_a_layers_keys",
+        "rows_missing",
+        "heads_missing",
+        "narrow_heads",
+        "mac_with_tokens_missing",
+        "mac_with_a_retrieved_token_missing",
+        "window_too_long",
+        "segment_heads_missing",
+        "segment_narrowed",
+        "integer_keys",
+        "lmm_as_mag",
+        "mag_as_lmm",
+        "segment_length_missing",
+        "variant_missing",
+    ],
+)
+def test_an_incomplete_attention_state_is_refused_at_the_latest_by_the_model(variant, change, tmp_path):
+    file = saved_by(variant, tmp_path)
+    before = load_file(file)
+    rewrite(file, change)
+    with safe_open(file, "pt") as handle:
+        geometry = json.loads(handle.metadata()["cache"])["geometry"]
+    # A change that finds nothing to change would prove nothing.
+    after = load_file(file)
+    same = before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    assert not same or geometry != TitansCache(tiny_config(**VARIANTS[variant])).geometry
+    with pytest.raises(ValueError, match=r"incomplete|damaged|must be|must have|cache was made"):
+        model = variant_model(variant)
+        logits_of(model, LATER, cache=TitansCache.from_pretrained(file, config=model.config))
+
+
+@pytest.mark.parametrize(
+    ("variant", "overrides", "said"),
+    [
+        ("lmm", {"memory_depth": 3}, "memory_depth=2"),
+        ("lmm", {"memory_chunk_size": 8}, "memory_chunk_size=4"),
+        ("lmm", {"num_hidden_layers": 1}, "num_hidden_layers=2"),
+        ("lmm", {"memory_head_dim": 4}, "memory_head_dim=16"),
+        ("lmm", VARIANTS["mac"], "variant='lmm'"),
+        ("mal", VARIANTS["mag"], "variant='mal'"),
+        ("mag", VARIANTS["lmm"], "variant='mag'"),
+        ("mac", VARIANTS["mal"], "variant='mac'"),
+        ("mal", {"sliding_window": 4}, "sliding_window=5"),
+        ("mag", {"sliding_window": 512}, "sliding_window=5"),
+        ("mac", {"segment_length": 16}, "segment_length=8"),
+        ("mac", {"num_key_value_heads": 1}, "num_key_value_heads=2"),
+        ("mal", {"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}, "rope_parameters="),
     ],
     ids=str,
 )
-def test_memory_of_another_model_is_refused_with_the_field(overrides, said, saved):
-    config = tiny_config(**overrides)
+def test_memory_of_another_model_is_refused_with_the_field(variant, overrides, said, tmp_path):
+    file = saved_by(variant, tmp_path)
+    fields = VARIANTS[variant] | overrides
     with pytest.raises(ValueError, match=said):
-        TitansCache.from_pretrained(saved, config=config)
-    cache = TitansCache.from_pretrained(saved)
+        TitansCache.from_pretrained(file, config=tiny_config(**fields))
+    cache = TitansCache.from_pretrained(file)
     with pytest.raises(ValueError, match=said):
-        logits_of(tiny_model(**overrides), LATER, cache=cache)
+        logits_of(tiny_model(**fields), LATER, cache=cache)
+
+
+@every_variant
+def test_rotary_parameters_are_the_same_after_a_way_over_the_disk(variant, tmp_path):
+    scaled = {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 4.0,
+        "original_max_position_embeddings": 128,
+        "beta_fast": 32.0,
+    }
+    file = saved_by(variant, tmp_path, rope_parameters=scaled)
+    model = variant_model(variant, rope_parameters=scaled)
+    cache = TitansCache(model.config)
+    plain(model, cache)
+    loaded = TitansCache.from_pretrained(file, config=model.config)
+    assert torch.equal(logits_of(model, LATER, cache=loaded), logits_of(model, LATER, cache=cache))
 
 
 def test_a_device_may_be_named_with_its_index(tmp_path):

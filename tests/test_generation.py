@@ -10,10 +10,12 @@ from transformers import DynamicCache, pipeline
 from transformers.generation import BaseStreamer
 
 from titans_testing import OPTIONS, logits_of, random_ids, tiny_config, tiny_model
-from transformers_titans import TitansCache, TitansForCausalLM
+from transformers_titans import TitansCache, TitansConfig, TitansForCausalLM
+from variant_oracle import VARIANTS, variant_model
 
 
-CHUNK = 4
+CHUNK, SEGMENT = 4, 8
+every_variant = pytest.mark.parametrize("variant", VARIANTS)
 # Without an end, so that every row runs to its full length.
 ENDLESS = {"eos_token_id": None, "do_sample": False}
 
@@ -36,18 +38,49 @@ def repetitive_ids(length: int = 40) -> torch.Tensor:
     return torch.tensor([[5, 9, 14, 7, 33, 21, 8, 11] * (length // 8)])
 
 
-@pytest.fixture
-def model():
-    return tiny_model()
+@pytest.fixture(params=VARIANTS)
+def model(request):
+    return variant_model(request.param)
 
 
-@pytest.mark.parametrize("option", OPTIONS)
-def test_greedy_for_each_option_and_prompt_length(option):
-    model = tiny_model(**OPTIONS[option])
+# What only a model with attention can be told.
+ATTENTION_OPTIONS = {
+    "attention_bias": {"attention_bias": True},
+    "one_key_value_head": {"num_key_value_heads": 1},
+    "sigmoid": {"memory_gating": "sigmoid"},
+}
+EVERY_OPTION = OPTIONS | ATTENTION_OPTIONS
+
+
+# The memory is the same in every variant, but every switch is thrown in all of them.
+SWITCHES = ["default", "no_momentum", "no_forgetting", "no_residual", "no_norm", "tied", "no_conv", "persistent_0"]
+SWITCHES += ["chunk_gates", *ATTENTION_OPTIONS]
+
+
+@pytest.mark.parametrize(
+    ("variant", "option"),
+    [
+        (variant, option)
+        for variant in VARIANTS
+        for option in EVERY_OPTION
+        if option in (OPTIONS if variant == "lmm" else SWITCHES)
+    ],
+)
+def test_greedy_for_each_option_and_prompt_length(variant, option):
+    # Past two ends of a segment, and so past the ends of many chunks and of the window.
+    model, new_tokens = variant_model(variant, **EVERY_OPTION[option]), 2 * SEGMENT + 2
     for length in (1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 1):
         ids = random_ids(2, length, seed=length)
-        expected = greedy(model, ids, 2 * CHUNK + 2)
-        assert torch.equal(model.generate(ids, max_new_tokens=2 * CHUNK + 2, **ENDLESS), expected), length
+        generated = model.generate(ids, max_new_tokens=new_tokens, **ENDLESS)
+        # Each token is the likeliest one behind those before it, all of them read anew.
+        predicted = logits_of(model, generated[:, :-1], use_cache=False)[:, length - 1 :].argmax(-1)
+        assert torch.equal(generated, torch.cat([ids, predicted], 1)), length
+
+
+def test_no_boolean_option_is_left_out():
+    booleans = {name for name, kind in TitansConfig.__annotations__.items() if kind is bool} - {"use_cache"}
+    switched = [fields for option, fields in EVERY_OPTION.items() if option in SWITCHES]
+    assert booleans == {name for fields in switched for name, value in fields.items() if isinstance(value, bool)}
 
 
 def test_greedy_without_cache_equals_with_cache(model):
@@ -56,8 +89,9 @@ def test_greedy_without_cache_equals_with_cache(model):
     assert torch.equal(model.generate(ids, max_new_tokens=20, use_cache=False, **ENDLESS), with_cache)
 
 
-def test_greedy_over_many_chunks_in_float64():
-    model = tiny_model(dtype=torch.float64)
+@every_variant
+def test_greedy_over_many_chunks_in_float64(variant):
+    model = variant_model(variant, dtype=torch.float64)
     ids = random_ids(1, 3)
     generated = model.generate(ids, max_new_tokens=100, **ENDLESS)
     predicted = logits_of(model, generated[:, :-1], use_cache=False)[:, 2:].argmax(-1)
@@ -84,8 +118,9 @@ def test_seeded_sampling(model, use_cache):
 
 
 @pytest.mark.parametrize("sampling", [False, True], ids=["search", "sample"])
-def test_beams_equal_beams_without_cache(sampling):
-    model = tiny_model(dtype=torch.float64)
+@every_variant
+def test_beams_equal_beams_without_cache(variant, sampling):
+    model = variant_model(variant, dtype=torch.float64)
     inputs = left_pad([random_ids(length, seed=length) for length in (3, 9, 6)])
     arguments = {"num_beams": 4, "num_return_sequences": 4, "max_new_tokens": 12, "do_sample": sampling}
     results = []
@@ -118,13 +153,19 @@ def test_num_return_sequences_draws_different_rows(model):
     assert len({tuple(row.tolist()) for row in generated}) == 6
 
 
-@pytest.mark.parametrize("pad", [0, 2], ids=["pad", "pad_is_eos"])
-def test_left_padded_rows_equal_rows_alone(pad):
-    model = tiny_model(pad_token_id=pad)
+@pytest.mark.parametrize(
+    ("variant", "pad"),
+    [("lmm", 0), ("lmm", 2), ("mal", 2), ("mag", 2), ("mac", 2)],
+    ids=lambda value: {0: "pad", 2: "pad_is_eos"}.get(value, value),
+)
+def test_left_padded_rows_equal_rows_alone(variant, pad):
+    model = variant_model(variant, pad_token_id=pad)
     rows = [random_ids(length, seed=length) for length in (5, 23, 1, 12)]
     generated = model.generate(**left_pad(rows, pad), max_new_tokens=40, pad_token_id=pad, **ENDLESS)
     for row, actual in zip(rows, generated, strict=True):
-        assert torch.equal(actual[23 - len(row) :], greedy(model, row[None], 40)[0])
+        alone = actual[23 - len(row) :][None]
+        predicted = logits_of(model, alone[:, :-1], use_cache=False)[:, len(row) - 1 :].argmax(-1)
+        assert torch.equal(alone, torch.cat([row[None], predicted], 1))
 
 
 def test_one_padded_prompt_in_a_batch_of_one(model):
@@ -175,7 +216,9 @@ def test_continuing_with_the_returned_cache(rows, first, model):
     # The last token is chosen but not yet read.
     assert output.cache.get_seq_length() == 7 + first - 1
     joined = torch.cat([output.sequences, turn], 1)
-    generated = model.generate(joined, cache=output.cache, max_new_tokens=20, **ENDLESS)
+    # Said outright: where it is not, generate() takes a padding token that the model has chosen for padding.
+    mask = torch.ones_like(joined)
+    generated = model.generate(joined, attention_mask=mask, cache=output.cache, max_new_tokens=20, **ENDLESS)
     assert torch.equal(generated, greedy(model, joined, 20))
 
 
@@ -273,8 +316,9 @@ def test_generation_goes_on_from_wherever_the_cache_stands(positions, model):
     [{"num_return_sequences": 3, "do_sample": True}, {"num_beams": 3, "do_sample": False}, {"num_beams": 1}],
     ids=["return_sequences", "beams", "greedy"],
 )
-def test_primed_cache_is_repeated_for_the_rows_to_come(arguments):
-    model = tiny_model(dtype=torch.float64)
+@every_variant
+def test_primed_cache_is_repeated_for_the_rows_to_come(variant, arguments):
+    model = variant_model(variant, dtype=torch.float64)
     text, question = random_ids(2, 13), random_ids(2, 4, seed=1)
     joined = torch.cat([text, question], 1)
     results = []

@@ -8,9 +8,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from titans_testing import OPTIONS, logits_of, random_ids, tiny_model
 from transformers_titans import TitansCache
+from variant_oracle import VARIANTS, variant_model
 
 
 ENDLESS = {"eos_token_id": None, "do_sample": False}
+every_variant = pytest.mark.parametrize("variant", VARIANTS)
 REPETITIVE = torch.tensor([[5, 9, 14, 7, 33, 21, 8, 11] * 5])
 
 
@@ -38,9 +40,25 @@ def cache_lengths(monkeypatch):
     return removed
 
 
-@pytest.mark.parametrize("option", ["default", "depth_1", "depth_3", "no_conv", "persistent_0", "chunk_1", "no_norm"])
-def test_prompt_lookup_equals_greedy(option, cache_lengths):
-    model = tiny_model(dtype=torch.float64, **OPTIONS[option])
+@pytest.mark.parametrize(
+    ("variant", "option"),
+    [
+        ("lmm", "default"),
+        ("lmm", "depth_1"),
+        ("lmm", "depth_3"),
+        ("lmm", "no_conv"),
+        ("lmm", "persistent_0"),
+        ("lmm", "chunk_1"),
+        ("lmm", "no_norm"),
+        ("mal", "persistent_0"),
+        ("mag", "no_conv"),
+        ("mac", "no_conv"),
+        ("mac", "persistent_0"),
+        ("mac", "chunk_gates"),
+    ],
+)
+def test_prompt_lookup_equals_greedy(variant, option, cache_lengths):
+    model = variant_model(variant, dtype=torch.float64, **OPTIONS[option])
     expected = model.generate(REPETITIVE, max_new_tokens=40, **ENDLESS)
     cache_lengths.clear()
     generated = model.generate(REPETITIVE, max_new_tokens=40, prompt_lookup_num_tokens=3, **ENDLESS)
@@ -48,9 +66,10 @@ def test_prompt_lookup_equals_greedy(option, cache_lengths):
     assert max(cache_lengths) > 0
 
 
-def test_prompt_lookup_of_a_text_the_model_repeats(cache_lengths):
+@pytest.mark.parametrize("variant", ["lmm", "mac"])
+def test_prompt_lookup_of_a_text_the_model_repeats(variant, cache_lengths):
     # Trained to repeat, so that drafts are accepted as well as rejected.
-    model = tiny_model().train()
+    model = variant_model(variant).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for _ in range(30):
         loss = model(REPETITIVE, labels=REPETITIVE).loss
@@ -85,9 +104,10 @@ def test_assistant_equals_greedy(assistant, drafted, cache_lengths):
     assert (max(cache_lengths) > 0) == (assistant != "same") or drafted == 1
 
 
-def test_assisted_decoding_after_a_long_prompt():
+@every_variant
+def test_assisted_decoding_after_a_long_prompt(variant):
     # Longer than the distance at which a recording cache keeps a state on the way.
-    model = tiny_model(dtype=torch.float64, memory_max_lr=0.01, memory_max_forget=0.001)
+    model = variant_model(variant, dtype=torch.float64, memory_max_lr=0.01, memory_max_forget=0.001)
     ids = torch.cat([random_ids(1, 400), REPETITIVE], 1)
     expected = model.generate(ids, max_new_tokens=20, **ENDLESS)
     assert torch.equal(model.generate(ids, max_new_tokens=20, prompt_lookup_num_tokens=4, **ENDLESS), expected)
@@ -120,8 +140,9 @@ def test_assisted_sampling_keeps_to_the_models_own_distribution(mode):
 
 
 @pytest.mark.parametrize("arguments", [{"prompt_lookup_num_tokens": 3}, {"assistant_model": tiny_model}], ids=str)
-def test_assisted_decoding_on_a_filled_cache_is_refused(arguments):
-    model = tiny_model()
+@every_variant
+def test_assisted_decoding_on_a_filled_cache_is_refused(variant, arguments):
+    model = variant_model(variant)
     arguments = {name: value() if callable(value) else value for name, value in arguments.items()}
     cache = TitansCache(model.config)
     logits_of(model, REPETITIVE[:, :20], cache=cache)
@@ -131,8 +152,9 @@ def test_assisted_decoding_on_a_filled_cache_is_refused(arguments):
     torch.testing.assert_close(logits_of(model, REPETITIVE[:, 20:], cache=cache), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_assisted_decoding_on_an_empty_cache_of_the_users():
-    model = tiny_model()
+@every_variant
+def test_assisted_decoding_on_an_empty_cache_of_the_users(variant):
+    model = variant_model(variant)
     expected = model.generate(REPETITIVE, max_new_tokens=12, **ENDLESS)
     cache = TitansCache(model.config)
     generated = model.generate(REPETITIVE, cache=cache, max_new_tokens=12, prompt_lookup_num_tokens=3, **ENDLESS)
@@ -140,11 +162,14 @@ def test_assisted_decoding_on_an_empty_cache_of_the_users():
     assert cache.get_seq_length() == 51
 
 
-def test_returned_cache_of_assisted_decoding_continues():
-    model = tiny_model()
+@every_variant
+def test_returned_cache_of_assisted_decoding_continues(variant):
+    model = variant_model(variant)
     output = model.generate(
         REPETITIVE, max_new_tokens=12, prompt_lookup_num_tokens=3, return_dict_in_generate=True, **ENDLESS
     )
     joined = torch.cat([output.sequences, random_ids(1, 5)], 1)
-    expected = model.generate(joined, max_new_tokens=9, **ENDLESS)
-    assert torch.equal(model.generate(joined, cache=output.cache, max_new_tokens=9, **ENDLESS), expected)
+    # All of it is text, even if the model should have chosen the padding token.
+    arguments = {"attention_mask": torch.ones_like(joined), "max_new_tokens": 9, **ENDLESS}
+    expected = model.generate(joined, **arguments)
+    assert torch.equal(model.generate(joined, cache=output.cache, **arguments), expected)

@@ -286,6 +286,39 @@ def test_backward_under_anomaly_detection(variant, option):
     assert all(torch.isfinite(p.grad).all() for p in model.parameters())
 
 
+def pair_of_dtypes(variant: str, dtype: torch.dtype):
+    """A model in ``dtype`` and a float64 one of the same parameters."""
+    model, exact = variant_model(variant, dtype=dtype), variant_model(variant, dtype=F64)
+    for parameter, stored in zip(exact.parameters(), model.parameters(), strict=True):
+        parameter.data.copy_(stored.data)
+    return model, exact
+
+
+def assert_only_rounded(gradients: dict, exact_model, ids: torch.Tensor, unit: float) -> None:
+    """Gradients in 16 bits may differ as far as rounding each module's result once moves those of the exact model.
+
+    How far that is depends on the variant (`mac` chains most modules) and on what cancels in a gradient; it is
+    measured here with noise of up to half a unit, scaled down to where its effect is linear.
+    """
+    small, draws = 1e-4, 4
+
+    def round_result(module, arguments, result):
+        return result * (1 + small * unit * (torch.rand_like(result) - 0.5)) if torch.is_tensor(result) else result
+
+    expected = parameter_gradients(exact_model, exact_model(ids, labels=ids).loss)
+    leaves = [module for module in exact_model.modules() if not list(module.children())]
+    handles = [module.register_forward_hook(round_result) for module in leaves]
+    noisy = [parameter_gradients(exact_model, exact_model(ids, labels=ids).loss) for _ in range(draws)]
+    for handle in handles:
+        handle.remove()
+    ratios = []
+    for name, gradient in expected.items():
+        spread = (sum((relative_error(g[name], gradient) / small) ** 2 for g in noisy) / draws) ** 0.5
+        ratios.append(relative_error(gradients[name], gradient) / spread)
+        assert ratios[-1] < 5, name
+    assert sorted(ratios)[len(ratios) // 2] < 1.5
+
+
 def assert_float32_memory(cache: TitansCache, window_dtype: torch.dtype) -> None:
     """What the memory has learned is float32; attention's keys and values are as the model computes them."""
     for layer in cache.layers:
@@ -298,10 +331,8 @@ def assert_float32_memory(cache: TitansCache, window_dtype: torch.dtype) -> None
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @every_variant
 def test_16_bit_model_trains_with_a_float32_state(variant, dtype):
-    reference, model = variant_model(variant, dtype=F64), variant_model(variant, dtype=dtype)
+    model, reference = pair_of_dtypes(variant, dtype)
     ids = random_ids(2, 21)
-    for parameter, stored in zip(reference.parameters(), model.parameters(), strict=True):
-        parameter.data.copy_(stored.data)
     output = model(ids, labels=ids, use_cache=True)
     assert output.logits.dtype == dtype
     assert_float32_memory(output.cache, dtype)
@@ -309,30 +340,25 @@ def test_16_bit_model_trains_with_a_float32_state(variant, dtype):
     # Activations are rounded about ten times in each of two layers.
     unit = torch.finfo(dtype).eps
     assert relative_error(output.logits, exact.logits) < 10 * unit
-    expected = parameter_gradients(reference, exact.loss)
-    for name, gradient in parameter_gradients(model, output.loss).items():
-        assert gradient.dtype == dtype
-        assert relative_error(gradient, expected[name]) < 50 * unit, name
+    gradients = parameter_gradients(model, output.loss)
+    assert {gradient.dtype for gradient in gradients.values()} == {dtype}
+    assert_only_rounded(gradients, reference, ids, unit)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("model_dtype", [torch.float32, torch.bfloat16], ids=["fp32_weights", "bf16_weights"])
 @every_variant
 def test_autocast_trains_with_a_float32_state(variant, model_dtype, dtype):
-    model, reference = variant_model(variant, dtype=model_dtype).train(), variant_model(variant, dtype=F64)
-    for parameter, stored in zip(reference.parameters(), model.parameters(), strict=True):
-        parameter.data.copy_(stored.data)
+    model, reference = pair_of_dtypes(variant, model_dtype)
+    model.train()
     ids = random_ids(2, 21)
     cache = TitansCache(model.config)
     with torch.autocast("cpu", dtype=dtype):
         output = model(ids, labels=ids, cache=cache)
     assert_float32_memory(cache, dtype)
     gradients = parameter_gradients(model, output.loss)
-    unit = max(torch.finfo(dtype).eps, torch.finfo(model_dtype).eps)
-    expected = parameter_gradients(reference, reference(ids, labels=ids).loss)
-    for name, gradient in gradients.items():
-        assert gradient.dtype == model_dtype
-        assert relative_error(gradient, expected[name]) < 50 * unit, name
+    assert {gradient.dtype for gradient in gradients.values()} == {model_dtype}
+    assert_only_rounded(gradients, reference, ids, max(torch.finfo(dtype).eps, torch.finfo(model_dtype).eps))
     with torch.autocast("cpu", dtype=dtype), torch.no_grad():
         after = model(ids, cache=cache).logits
     assert torch.isfinite(after).all()

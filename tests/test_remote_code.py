@@ -22,6 +22,7 @@ from transformers_titans import (
     TitansForTokenClassification,
 )
 from transformers_titans.memory_layer import ALPHA_START
+from variant_oracle import VARIANTS, variant_model
 
 
 PACKAGE = Path(transformers_titans.__file__).parent
@@ -81,9 +82,9 @@ def assert_complete(folder: Path) -> None:
     assert configuration.read_text() == (PACKAGE / "configuration_titans.py").read_text()
 
 
-def save_everything(folder: Path) -> TitansForCausalLM:
+def save_everything(folder: Path, variant: str) -> TitansForCausalLM:
     """Saves a model and what it computes, for another process to compare."""
-    model = tiny_model()
+    model = variant_model(variant)
     model.save_pretrained(folder / "model")
     ids = random_ids(2, 11)
     cache = TitansCache(model.config)
@@ -126,16 +127,13 @@ def test_trainer_checkpoint_carries_the_code(tmp_path):
 
 
 def test_a_checkpoint_loads_without_the_package(tmp_path):
-    save_everything(tmp_path)
+    for variant in VARIANTS:
+        save_everything(tmp_path / variant, variant)
     script = f"""
         from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
-        root = {str(tmp_path)!r}
-        expected = torch.load(root + "/expected.pt")
-        ids, arguments = expected["ids"], dict(max_new_tokens=12, do_sample=False, eos_token_id=None)
-        config = AutoConfig.from_pretrained(root + "/model", trust_remote_code=True)
-        assert config.memory_chunk_size == 4 and type(config).__module__.startswith("transformers_modules")
+        arguments = dict(max_new_tokens=12, do_sample=False, eos_token_id=None)
 
-        def check(path):
+        def check(root, path, ids, expected, config):
             model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True)
             assert type(model).__module__.startswith("transformers_modules")
             with torch.no_grad():
@@ -152,27 +150,88 @@ def test_a_checkpoint_loads_without_the_package(tmp_path):
             loss.backward()
             return model.eval()
 
-        model = check(root + "/model")
-        model.save_pretrained(root + "/again")
-        check(root + "/again")
-        base = AutoModel.from_pretrained(root + "/model", trust_remote_code=True)
-        assert torch.equal(base.embed_tokens.weight, model.model.embed_tokens.weight)
-        assert not any(name.split(".")[0] in ("transformers_titans", "triton") for name in sys.modules)
+        for variant in {list(VARIANTS)}:
+            root = {str(tmp_path)!r} + "/" + variant
+            expected = torch.load(root + "/expected.pt")
+            config = AutoConfig.from_pretrained(root + "/model", trust_remote_code=True)
+            assert config.variant == variant and type(config).__module__.startswith("transformers_modules")
+            model = check(root, root + "/model", expected["ids"], expected, config)
+            model.save_pretrained(root + "/again")
+            check(root, root + "/again", expected["ids"], expected, config)
+            base = AutoModel.from_pretrained(root + "/model", trust_remote_code=True)
+            assert torch.equal(base.embed_tokens.weight, model.model.embed_tokens.weight)
+        absent = ("transformers_titans", "triton", "flash_attn", "flash_attn_interface", "causal_conv1d", "fla")
+        assert not any(name.split(".")[0] in absent for name in sys.modules)
         print("done")
     """
     assert run(script, tmp_path, blocked=True).endswith("done\n")
-    assert_complete(tmp_path / "again")
+    for variant in VARIANTS:
+        assert_complete(tmp_path / variant / "again")
+
+
+# Trains a checkpoint with its own code, `sys.argv` being unset: what to do is written in front.
+TRAINING = """
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, set_seed
+
+def train(folder, variant, steps, resume=None, **fields):
+    set_seed(0)
+    model = AutoModelForCausalLM.from_pretrained(folder + "/" + variant, trust_remote_code=True)
+    assert type(model).__module__.startswith("transformers_modules")
+    ids = torch.randint(3, 64, (12, 19), generator=torch.Generator().manual_seed(0))
+    arguments = TrainingArguments(
+        output_dir=folder + "/" + variant + "-run", max_steps=steps, per_device_train_batch_size=2, learning_rate=1e-2,
+        lr_scheduler_type="constant", logging_steps=1, report_to="none", use_cpu=True, disable_tqdm=True,
+        dataloader_pin_memory=False, **fields
+    )
+    trainer = Trainer(model, arguments, train_dataset=[dict(input_ids=row, labels=row) for row in ids])
+    trainer.train(resume_from_checkpoint=resume)
+    return model, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+"""
+
+
+def test_a_checkpoint_of_remote_code_is_resumed_in_a_new_process(tmp_path):
+    for variant in VARIANTS:
+        variant_model(variant).save_pretrained(tmp_path / variant)
+    first = f"""{TRAINING}
+folder = {str(tmp_path)!r}
+for variant in {list(VARIANTS)}:
+    model, losses = train(folder, variant, 6, save_strategy="no")
+    torch.save((model.state_dict(), losses), folder + "/" + variant + "-unbroken.pt")
+    train(folder, variant, 3, save_steps=3)
+print("done")
+"""
+    second = f"""{TRAINING}
+folder = {str(tmp_path)!r}
+for variant in {list(VARIANTS)}:
+    expected, losses = torch.load(folder + "/" + variant + "-unbroken.pt")
+    resume = folder + "/" + variant + "-run/checkpoint-3"
+    model, resumed = train(folder, variant, 6, resume=resume, save_strategy="no")
+    assert len(losses) == 6 and resumed == losses, (variant, losses, resumed)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items()), variant
+    # The checkpoint stands for itself, too.
+    alone = AutoModelForCausalLM.from_pretrained(resume, trust_remote_code=True)
+    assert alone.config.variant == variant
+print("done")
+"""
+    assert run(first, tmp_path, blocked=True).endswith("done\n")
+    for variant in VARIANTS:
+        checkpoint = tmp_path / f"{variant}-run" / "checkpoint-3"
+        assert_complete(checkpoint)
+        # A memory is no part of a model.
+        assert [path.name for path in checkpoint.rglob("*.safetensors")] == ["model.safetensors"]
+    assert run(second, tmp_path, blocked=True).endswith("done\n")
 
 
 def test_classifiers_and_incomplete_checkpoints_load_without_the_package(tmp_path):
     ids = random_ids(2, 11)
     missing = "model.layers.0.memory.alpha_proj.bias"
-    incomplete = tiny_model()
+    incomplete = variant_model("mac")
     tensors = incomplete.state_dict()
     tensors.pop(missing)
     incomplete.save_pretrained(tmp_path / "incomplete", state_dict=tensors)
-    sequence = tiny_model(TitansForSequenceClassification, num_labels=3)
-    token = tiny_model(TitansForTokenClassification, num_labels=3)
+    sequence = variant_model("mag", model_class=TitansForSequenceClassification, num_labels=3)
+    token = variant_model("mal", model_class=TitansForTokenClassification, num_labels=3)
     sequence.save_pretrained(tmp_path / "sequence")
     token.save_pretrained(tmp_path / "token")
     expected = {"ids": ids, "sequence": logits_of(sequence, ids), "token": logits_of(token, ids)}
@@ -202,7 +261,7 @@ def test_classifiers_and_incomplete_checkpoints_load_without_the_package(tmp_pat
 
 
 def test_package_and_checkpoints_copy_work_in_one_process(tmp_path):
-    save_everything(tmp_path)
+    save_everything(tmp_path, "mac")
     script = f"""
         from transformers import AutoModelForCausalLM
         root = {str(tmp_path)!r}

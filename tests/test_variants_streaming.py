@@ -399,9 +399,9 @@ def test_crop_over_a_document_border(variant):
 def test_crop_of_a_long_padded_call(variant):
     # A long recorded call is read in two parts, with a state kept between them.
     model = variant_model(variant, dtype=F64, **LONG_TEXT)
-    ids, mask = random_ids(2, 300), torch.ones(2, 300, dtype=torch.long)
-    mask[0, :9] = mask[1, 160:190] = 0
-    for removed in (3, 128, 131):
+    ids, mask = random_ids(2, 260), torch.ones(2, 260, dtype=torch.long)
+    mask[0, :9] = mask[1, 120:150] = 0
+    for removed in (3, 131):
         cropped, fresh = TitansCache(model.config), TitansCache(model.config)
         cropped.activate_past_recording()
         feed(model, cropped, ids, attention_mask=mask)
@@ -414,7 +414,7 @@ def test_crop_of_a_long_padded_call(variant):
 def test_any_mixture_of_calls_pads_documents_crops_and_orders(variant):
     """Random histories in which each row still ends as if its documents had been read alone."""
     model = variant_model(variant, dtype=F64)
-    for seed in range(6):
+    for seed in range(3):
         draw = random.Random(seed)
         ids = random_ids(3, 34, seed=seed)
         mask = torch.tensor([[int(draw.random() < 0.8) for _ in range(34)] for _ in range(3)])

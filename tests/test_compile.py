@@ -1,0 +1,187 @@
+# Copyright 2026 The transformers-titans authors.
+# SPDX-License-Identifier: Apache-2.0
+"""torch.compile takes the memory and whole models without a graph break, and gives eager's numbers and gradients."""
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from titans_testing import (
+    SHORT_TEXT,
+    TOLERANCE,
+    assert_close,
+    fill_with_noise,
+    input_gradients,
+    iterate_floats,
+    logits_of,
+    make_inputs,
+    op_arguments,
+    parameter_gradients,
+    random_ids,
+    result_tensors,
+    run_op,
+    tiny_config,
+    tiny_model,
+)
+from transformers_titans import TitansCache
+from transformers_titans.memory_layer import TitansNeuralMemory
+from transformers_titans.memory_ops import neural_memory
+
+
+# 2.6 was tried: its compiler fails inside itself on named tuples, of which states and arguments consist; 2.9 works.
+pytestmark = pytest.mark.skipif(torch.__version__ < (2, 9), reason="torch.compile fails on named tuples before 2.9")
+
+F64 = torch.float64
+# One small layer each, since a trace takes long; the depth of the memory is the op's own concern.
+SMALL = {"num_hidden_layers": 1, "memory_depth": 1}
+VARIANTS = {
+    "lmm": SMALL,
+    "mal": SMALL | {"variant": "mal", "sliding_window": 5},
+    "mag": SMALL | {"variant": "mag", "sliding_window": 5},
+    "mac": SMALL | {"variant": "mac", "segment_length": 4},
+}
+MASK = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 0, 1, 1, 0]])
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def compiler():
+    """Compiles without a graph break; ``frame_count`` is the number of graphs it has made."""
+    return CompileCounterWithBackend("aot_eager")
+
+
+def compiled(function, compiler):
+    return torch.compile(function, fullgraph=True, backend=compiler)
+
+
+OPS = {
+    "alike": {"length": 7, "count": 2, "depth": 1},
+    "padded": {"length": 7, "mask": MASK.bool(), "count": [1, 3], "gate_granularity": "chunk", "forget_to": "start"},
+}
+
+
+@pytest.mark.parametrize("options", OPS.values(), ids=OPS)
+def test_op(compiler, options):
+    inputs = make_inputs(**options).require_grad()
+    expected = result_tensors(run_op(inputs, output_surprise=True), 4)
+    arguments = op_arguments(inputs) | {"output_surprise": True}
+    actual = result_tensors(compiled(neural_memory, compiler)(**arguments), 4)
+    for name, tensor in expected.items():
+        assert_close(name, actual[name], tensor, TOLERANCE[F64])
+    reference = input_gradients(expected, inputs)
+    for name, gradient in input_gradients(actual, inputs).items():
+        assert_close(f"gradient of {name}", gradient, reference[name], TOLERANCE[F64])
+    assert compiler.frame_count == 1
+
+
+def memory_layer(dtype=F64, **fields) -> TitansNeuralMemory:
+    layer = TitansNeuralMemory(tiny_config(**(SHORT_TEXT | fields))).to(dtype)
+    fill_with_noise(layer)
+    return layer
+
+
+def layer_gradients(layer, function, hidden_states, mask, prefix):
+    """Result, final weights, and the gradients of everything that the layer was given or has learned."""
+    output = function(hidden_states, attention_mask=mask, prefix_states=prefix)
+    loss = output.hidden_states.sin().sum() + sum(t.sin().sum() for t in iterate_floats(output.state))
+    named = {"hidden_states": hidden_states, "prefix": prefix} | dict(layer.named_parameters())
+    gradients = torch.autograd.grad(loss, list(named.values()))
+    return {"output": output.hidden_states, "loss": loss} | dict(zip(named, gradients, strict=True))
+
+
+def test_layer_trains(compiler):
+    layer = memory_layer(memory_depth=1).train()
+    hidden_states = torch.randn(2, 7, 32, dtype=F64, requires_grad=True)
+    prefix = torch.randn(2, 32, dtype=F64, requires_grad=True)
+    expected = layer_gradients(layer, layer, hidden_states, MASK, prefix)
+    actual = layer_gradients(layer, compiled(layer, compiler), hidden_states, MASK, prefix)
+    for name, tensor in expected.items():
+        assert_close(name, actual[name], tensor, TOLERANCE[F64])
+    assert compiler.frame_count == 1
+
+
+@pytest.mark.parametrize("counts", ["int", "tensor"])
+def test_layer_decodes_with_few_compilations(compiler, counts):
+    """300 tokens over 18 ends of chunks; a count that is an int is a length, of which some are compiled apart."""
+    layer = memory_layer(memory_depth=1, memory_chunk_size=16, memory_max_lr=0.02, memory_max_forget=0.002).eval()
+    step, hidden_states = compiled(layer, compiler), torch.randn(2, 300, 32, dtype=F64)
+    mask = None
+    if counts == "tensor":
+        mask = torch.ones(2, 300)
+        mask[1, 0] = 0
+    with torch.no_grad():
+        expected = layer(hidden_states, attention_mask=mask).hidden_states
+        state = layer(hidden_states[:, :1], attention_mask=None if mask is None else mask[:, :1]).state
+        for t in range(1, 300):
+            output = step(hidden_states[:, t : t + 1], state=state)
+            assert_close(f"token {t}", output.hidden_states, expected[:, t : t + 1], TOLERANCE[F64])
+            state = output.state
+    assert isinstance(state.memory.count, int if counts == "int" else torch.Tensor)
+    assert compiler.frame_count <= (8 if counts == "int" else 2)
+
+
+@pytest.mark.parametrize(("variant", "mask"), [("mag", MASK), ("mac", None)], ids=["mag", "mac"])
+def test_model_trains(compiler, variant, mask):
+    model, ids = tiny_model(dtype=F64, **VARIANTS[variant]).train(), random_ids(2, 7)
+    loss = model(ids, attention_mask=mask, labels=ids).loss
+    expected = parameter_gradients(model, loss)
+    compiled_loss = compiled(model, compiler)(ids, attention_mask=mask, labels=ids).loss
+    assert_close("loss", compiled_loss, loss, TOLERANCE[F64])
+    actual = parameter_gradients(model, compiled_loss)
+    assert actual.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert_close(name, actual[name], gradient, TOLERANCE[F64])
+    assert compiler.frame_count == 1
+
+
+@pytest.mark.parametrize("variant", ["mal", "mac"])
+def test_model_decodes_with_a_cache(compiler, variant):
+    """Prefill in eager, then token by token over ends of chunks, windows and segments: one graph, or two."""
+    model = tiny_model(dtype=F64, **VARIANTS[variant])
+    step, ids = compiled(model, compiler), random_ids(2, 24)
+    cache = TitansCache(model.config)
+    logits_of(model, ids[:, :3], cache=cache)
+    decoded = [logits_of(step, ids[:, t : t + 1], cache=cache) for t in range(3, 24)]
+    assert_close("logits", torch.cat(decoded, 1), logits_of(model, ids)[:, 3:], TOLERANCE[F64])
+    assert compiler.frame_count <= 2
+    assert cache.get_seq_length() == 24
+    for tensor in iterate_floats(cache):
+        assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+
+
+def test_model_makes_a_cache_in_a_padded_call(compiler):
+    model = tiny_model(dtype=F64, **VARIANTS["lmm"])
+    ids, later = random_ids(2, 7), random_ids(2, 5, seed=1)
+    with torch.no_grad():
+        expected = model(ids, attention_mask=MASK, use_cache=True)
+        actual = compiled(model, compiler)(ids, attention_mask=MASK, use_cache=True)
+    assert_close("logits", actual.logits, expected.logits, TOLERANCE[F64])
+    rest = logits_of(model, later, cache=expected.cache)
+    assert_close("later", logits_of(model, later, cache=actual.cache), rest, TOLERANCE[F64])
+
+
+def test_documents_may_break_the_graph_but_change_no_number():
+    """The number of documents sizes a table, for which a trace has to stop: not a case for ``fullgraph=True``."""
+    model = tiny_model(dtype=F64, **VARIANTS["lmm"])
+    ids, positions = random_ids(1, 5), torch.tensor([[0, 1, 2, 0, 1]])
+    expected = logits_of(model, ids, position_ids=positions, use_cache=False)
+    actual = logits_of(torch.compile(model, backend="aot_eager"), ids, position_ids=positions, use_cache=False)
+    assert_close("logits", actual, expected, TOLERANCE[F64])
+
+
+def test_inductor_decodes_a_token():
+    layer = memory_layer(torch.float32, memory_depth=1).eval()
+    hidden_states = torch.randn(2, 3, 32)
+    with torch.no_grad():
+        state = layer(hidden_states[:, :2]).state
+        expected = layer(hidden_states[:, 2:], state=state)
+        actual = torch.compile(layer, fullgraph=True, backend="inductor")(hidden_states[:, 2:], state=state)
+    assert_close("output", actual.hidden_states, expected.hidden_states, TOLERANCE[torch.float32])
+    for index, pair in enumerate(zip(iterate_floats(actual.state), iterate_floats(expected.state), strict=True)):
+        assert_close(f"state {index}", *pair, TOLERANCE[torch.float32])
