@@ -7,6 +7,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from titans_testing import (
+    LONG_TEXT,
     SHORT_TEXT,
     TOLERANCE,
     assert_close,
@@ -140,10 +141,27 @@ def test_model_trains(compiler, variant, mask):
     assert compiler.frame_count == 1
 
 
-@pytest.mark.parametrize("variant", ["mal", "mac"])
-def test_model_decodes_with_a_cache(compiler, variant):
-    """Prefill in eager, then token by token over ends of chunks, windows and segments: one graph, or two."""
-    model = tiny_model(dtype=F64, **VARIANTS[variant])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_model_decodes_300_tokens_with_two_graphs(variant):
+    """As generate() does it, with a mask that grows; over many ends of chunks, windows and segments."""
+    fields = {"memory_chunk_size": 8, "segment_length": 16, "sliding_window": 20} | LONG_TEXT
+    model = tiny_model(dtype=F64, **(VARIANTS[variant] | fields))
+    compiler = CompileCounterWithBackend("eager")
+    step, ids, mask = compiled(model, compiler), random_ids(2, 310), torch.ones(2, 310, dtype=torch.long)
+    mask[0, :4] = 0
+    cache = TitansCache(model.config)
+    decoded = [logits_of(model, ids[:, :10], attention_mask=mask[:, :10], cache=cache)]
+    for t in range(10, 310):
+        decoded.append(logits_of(step, ids[:, t : t + 1], attention_mask=mask[:, : t + 1], cache=cache))
+    real = mask.bool()
+    expected = logits_of(model, ids, attention_mask=mask)[real]
+    assert_close("logits", torch.cat(decoded, 1)[real], expected, TOLERANCE[F64])
+    assert compiler.frame_count <= 2
+
+
+def test_model_decodes_with_a_cache(compiler):
+    """Prefill in eager, then token by token without a mask: the states that a graph returns own their memory."""
+    model = tiny_model(dtype=F64, **VARIANTS["mac"])
     step, ids = compiled(model, compiler), random_ids(2, 24)
     cache = TitansCache(model.config)
     logits_of(model, ids[:, :3], cache=cache)
