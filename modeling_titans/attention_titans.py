@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils import logging
 
 from .attention_layout import FLASH, AttentionLayout, Blocks
 from .configuration_titans import TitansConfig
@@ -24,6 +25,8 @@ from .layer_state import AttentionState
 from .merged_flash_attention import AttentionPart, merged_flash_attention
 from .token_layout import take
 
+
+logger = logging.get_logger(__name__)
 
 IMPLEMENTATIONS = ("eager", "sdpa", "flex_attention", *FLASH)
 
@@ -55,6 +58,20 @@ class TitansRotaryEmbedding(nn.Module):
             return frequencies.to(dtype), scale
         exponent = torch.arange(0, self.config.head_dim, 2, device=device, dtype=dtype) / self.config.head_dim
         return parameters["rope_theta"] ** -exponent / parameters.get("factor", 1.0), 1.0
+
+
+def returns_weights(config: TitansConfig, output_attentions: bool | None) -> bool:
+    """Whether a model has attention weights to return and is asked to; None stands for what the config says."""
+    wanted = config.output_attentions if output_attentions is None else output_attentions
+    if not wanted or config.variant not in ("mal", "mag"):
+        return False
+    if config._attn_implementation != "eager":
+        logger.warning_once(
+            f"attn_implementation={config._attn_implementation!r} keeps no attention weights, so there are none to "
+            "return: call model.set_attn_implementation('eager') first"
+        )
+        return False
+    return True
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

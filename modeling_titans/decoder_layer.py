@@ -5,7 +5,6 @@
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -15,8 +14,8 @@ from .configuration_titans import TitansConfig
 from .layer_plan import LayerPlan
 from .layer_state import AttentionState, Sealed, TitansLayerState
 from .memory_layer import TitansNeuralMemory, TitansRMSNorm
-from .memory_state import MemoryState, NeuralMemoryState, SegmentState, map_tensors
-from .segment_plan import SegmentPiece
+from .memory_state import SegmentState
+from .segment_state import enter_piece, leave_piece
 
 
 class TitansLayerOutput(NamedTuple):
@@ -169,7 +168,7 @@ class TitansDecoderLayer(GradientCheckpointingLayer):
         state = start if state is None else state
         mixed, surprises = [], []
         for piece in plan.segments.pieces:
-            state = _enter(state, start, piece)
+            state = enter_piece(state, start, piece)
             x = piece.take(normed)
             retrieved = self.memory(x, state.segment, layout=piece.memory)
             y, _, kept = self.self_attn(
@@ -184,7 +183,7 @@ class TitansDecoderLayer(GradientCheckpointingLayer):
             memory = self.memory(y, state.memory, layout=piece.memory, output_surprise=output_surprise)
             mixed.append(self.combination(y, memory.hidden_states))
             surprises.append(memory.surprise)
-            state = _leave(TitansLayerState(memory.state, kept, retrieved.state), piece)
+            state = leave_piece(TitansLayerState(memory.state, kept, retrieved.state), piece)
         surprise = plan.segments.join(surprises) if output_surprise else None
         return plan.segments.join(mixed), state, surprise, None
 
@@ -199,53 +198,3 @@ class TitansDecoderLayer(GradientCheckpointingLayer):
         none = hidden_states.new_zeros(batch_size, attention.num_key_value_heads, 0, attention.head_dim)
         kept = AttentionState(none, none, none, none, 0)
         return TitansLayerState(memory, kept, SegmentState(memory.memory.weights, tail))
-
-
-def _enter(state: TitansLayerState, start: TitansLayerState | None, piece: SegmentPiece) -> TitansLayerState:
-    """Where rows differ: pending tokens of every row in the same places, and rows that begin a document restarted."""
-    if piece.columns is None:
-        return state
-    memory, size = state.memory.memory, piece.memory.chunk_size
-    pending = map_tensors(lambda t: F.pad(t, (0, 0) * (t.dim() - 2) + (0, size - 1 - t.shape[1])), memory.pending)
-    memory = memory._replace(pending=pending, count=piece.memory.count)
-    state = state._replace(memory=state.memory._replace(memory=memory), attention=_widened(state.attention, piece))
-    if piece.restart is None:
-        return state
-    weights, momentum = (
-        _where(piece.restart, a, b)
-        for a, b in ((start.memory.memory.weights, memory.weights), (start.memory.memory.momentum, memory.momentum))
-    )
-    pending = map_tensors(lambda t: _where(piece.restart, torch.zeros_like(t), t), memory.pending)
-    memory = MemoryState(weights, momentum, pending, piece.memory.count)
-    tail = _where(piece.restart, start.memory.conv_tail, state.memory.conv_tail)
-    segment = SegmentState(
-        _where(piece.restart, start.segment.segment_weights, state.segment.segment_weights),
-        _where(piece.restart, start.segment.conv_tail, state.segment.conv_tail),
-    )
-    return TitansLayerState(NeuralMemoryState(memory, tail), state.attention, segment)
-
-
-def _widened(attention: AttentionState, piece: SegmentPiece) -> AttentionState:
-    """Kept keys (B, G, K, D) right-aligned in as many places as rows that differ have."""
-    missing = piece.attention.window - 1 - attention.keys.shape[2]
-    kept = [F.pad(t, (0, 0, missing, 0)) for t in attention[:4]]
-    return AttentionState(*kept, piece.attention.count)
-
-
-def _leave(state: TitansLayerState, piece: SegmentPiece) -> TitansLayerState:
-    """At a segment's end the memory's weights become those that the next segment reads."""
-    if piece.closed is False:
-        return state
-    weights = state.memory.memory.weights
-    if piece.closed is not True:
-        weights = _where(piece.closed, weights, state.segment.segment_weights)
-    return state._replace(segment=state.segment._replace(segment_weights=weights))
-
-
-def _where(rows: torch.Tensor, chosen, other):
-    """By row: ``chosen`` where ``rows`` (B,) is true, else ``other``; tensors, tuples of them, or None."""
-    if other is None:
-        return None
-    if isinstance(other, tuple):
-        return tuple(_where(rows, *pair) for pair in zip(chosen, other, strict=True))
-    return torch.where(rows.view(-1, *(1,) * (other.dim() - 1)), chosen.to(other.dtype), other)

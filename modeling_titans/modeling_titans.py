@@ -12,11 +12,11 @@ from transformers.modeling_layers import GenericForSequenceClassification, Gener
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
 from transformers.processing_utils import Unpack
-from transformers.utils import TransformersKwargs, can_return_tuple, logging
+from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.output_capturing import capture_outputs
 
-from .attention_titans import TitansRotaryEmbedding
+from .attention_titans import TitansRotaryEmbedding, returns_weights
 from .cache_titans import TitansCache
 from .call_plan import Columns, Progress, plan_columns
 from .configuration_titans import TitansConfig
@@ -26,8 +26,6 @@ from .layer_plan import plan_layers
 from .layer_state import Sealed
 from .memory_layer import TitansRMSNorm
 
-
-logger = logging.get_logger(__name__)
 
 # While a cache records its past, a call longer than LONG_CALL keeps a state ROLLBACK columns before its end: a crop
 # after the prefill of a long prompt then reads few columns again, not the whole prompt.
@@ -131,7 +129,7 @@ class TitansModel(TitansPreTrainedModel):
         Raises:
             ValueError: naming the argument, its value and what is allowed, before anything changes.
         """
-        output_attentions = self._returns_attentions(kwargs.get("output_attentions"))
+        output_attentions = returns_weights(self.config, kwargs.get("output_attentions"))
         inputs_embeds = self._embed(input_ids, inputs_embeds)
         batch_size, num_columns = inputs_embeds.shape[:2]
         if use_cache is None:
@@ -166,19 +164,6 @@ class TitansModel(TitansPreTrainedModel):
             attentions=attentions if output_attentions else None,
             surprise=surprise if output_surprise else None,
         )
-
-    def _returns_attentions(self, output_attentions: bool | None) -> bool:
-        """Whether attention weights are wanted and there are any."""
-        wanted = self.config.output_attentions if output_attentions is None else output_attentions
-        if not wanted or self.config.variant not in ("mal", "mag"):
-            return False
-        if self.config._attn_implementation != "eager":
-            logger.warning_once(
-                f"attn_implementation={self.config._attn_implementation!r} keeps no attention weights, so there are "
-                "none to return: call model.set_attn_implementation('eager') first"
-            )
-            return False
-        return True
 
     def _read(self, hidden_states, columns: Columns | None, cache, output_surprise: bool):
         """All blocks over (B, T, hidden_size), then the cache's advance.

@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The whole way on a CPU in a few minutes: ``python -m transformers_titans.training.demo``.
 
-Trains a small Titans model (memory as a context, MAC) on the chapters of a novel, bytes as tokens, with the memory carried from window to window.
+Trains a small Titans model (memory as a context, MAC) on the chapters of a novel, bytes as tokens, with the memory
+carried from window to window.
 Saves it, loads it back, and reads the end of the novel, which it has not seen: once with the memory carried on, once
 with a fresh memory in every window. Keeps what the memory has learned on disk, loads that back too, and goes on
 writing from there. Exits with 1 if the memory has not helped.

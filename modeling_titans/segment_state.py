@@ -1,0 +1,64 @@
+# Copyright 2026 The transformers-titans authors.
+# SPDX-License-Identifier: Apache-2.0
+"""How a `mac` block's state enters a piece of a call and leaves it (Titans, section 4.1)."""
+
+import torch
+import torch.nn.functional as F
+
+from .layer_state import AttentionState, TitansLayerState
+from .memory_state import MemoryState, NeuralMemoryState, SegmentState, map_tensors
+from .segment_plan import SegmentPiece
+
+
+def enter_piece(state: TitansLayerState, start: TitansLayerState | None, piece: SegmentPiece) -> TitansLayerState:
+    """The state with which a piece begins.
+
+    Where rows differ, what they have pending and kept is brought into as many places as any row can need, and rows
+    that begin a document go back to ``start``, the state before any token (needed if the piece can restart rows).
+    """
+    if piece.columns is None:
+        return state
+    memory, size = state.memory.memory, piece.memory.chunk_size
+    pending = map_tensors(lambda t: F.pad(t, (0, 0) * (t.dim() - 2) + (0, size - 1 - t.shape[1])), memory.pending)
+    memory = memory._replace(pending=pending, count=piece.memory.count)
+    state = state._replace(memory=state.memory._replace(memory=memory), attention=_widened(state.attention, piece))
+    if piece.restart is None:
+        return state
+    weights, momentum = (
+        _where(piece.restart, a, b)
+        for a, b in ((start.memory.memory.weights, memory.weights), (start.memory.memory.momentum, memory.momentum))
+    )
+    pending = map_tensors(lambda t: _where(piece.restart, torch.zeros_like(t), t), memory.pending)
+    memory = MemoryState(weights, momentum, pending, piece.memory.count)
+    tail = _where(piece.restart, start.memory.conv_tail, state.memory.conv_tail)
+    segment = SegmentState(
+        _where(piece.restart, start.segment.segment_weights, state.segment.segment_weights),
+        _where(piece.restart, start.segment.conv_tail, state.segment.conv_tail),
+    )
+    return TitansLayerState(NeuralMemoryState(memory, tail), state.attention, segment)
+
+
+def _widened(attention: AttentionState, piece: SegmentPiece) -> AttentionState:
+    """Kept keys (B, G, K, D) right-aligned in as many places as rows that differ have."""
+    missing = piece.attention.window - 1 - attention.keys.shape[2]
+    kept = [F.pad(t, (0, 0, missing, 0)) for t in attention[:4]]
+    return AttentionState(*kept, piece.attention.count)
+
+
+def leave_piece(state: TitansLayerState, piece: SegmentPiece) -> TitansLayerState:
+    """At a segment's end the memory's weights become those that the next segment reads."""
+    if piece.closed is False:
+        return state
+    weights = state.memory.memory.weights
+    if piece.closed is not True:
+        weights = _where(piece.closed, weights, state.segment.segment_weights)
+    return state._replace(segment=state.segment._replace(segment_weights=weights))
+
+
+def _where(rows: torch.Tensor, chosen, other):
+    """By row: ``chosen`` where ``rows`` (B,) is true, else ``other``; tensors, tuples of them, or None."""
+    if other is None:
+        return None
+    if isinstance(other, tuple):
+        return tuple(_where(rows, *pair) for pair in zip(chosen, other, strict=True))
+    return torch.where(rows.view(-1, *(1,) * (other.dim() - 1)), chosen.to(other.dtype), other)
