@@ -14,8 +14,9 @@ from safetensors.torch import save_file
 from transformers.cache_utils import CacheLayerMixin, DynamicCache
 
 from .call_plan import Columns, Progress
-from .layer_state import VARIANT_GEOMETRY, TitansLayerState, state_from_tensors
+from .layer_state import VARIANT_GEOMETRY, TitansLayerState
 from .memory_state import iterate_tensors, map_tensors
+from .state_loading import counts_of, state_from_tensors
 
 
 CACHE_FILE = "titans_cache.safetensors"
@@ -372,6 +373,14 @@ class TitansCache(DynamicCache):
             present = (layer.state is None, layer.inputs is None)
             if present != (self.layers[0].state is None, self.layers[0].inputs is None):
                 raise ValueError(f"the memory file is incomplete: layer {index} lacks what layer 0 has")
+            states = (layer.state, *(state for _, state in layer.marks))
+            firsts = (self.layers[0].state, *(state for _, state in self.layers[0].marks))
+            for state, first in zip(states, firsts, strict=True):
+                if state is not None and not _equal(counts_of(state), counts_of(first)):
+                    raise ValueError(
+                        f"the memory file is damaged: layer {index} must count tokens as layer 0 does, "
+                        f"{counts_of(first)}, got {counts_of(state)}"
+                    )
 
     def _state(self, tensors: dict | None) -> TitansLayerState | None:
         return None if tensors is None else state_from_tensors(tensors, self.geometry, self.batch_size)
@@ -379,6 +388,10 @@ class TitansCache(DynamicCache):
     def _map_rows(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
         rows = (self.progress, self.base_progress, self.recorded)
         self.progress, self.base_progress, self.recorded = map_tensors(fn, rows)
+
+
+def _equal(one: list, other: list) -> bool:
+    return all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(one, other, strict=True))
 
 
 def _owned(t: torch.Tensor) -> torch.Tensor:

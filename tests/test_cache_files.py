@@ -357,6 +357,9 @@ def changed(name, fn):
         ("mac", changed("segment_weights", lambda t: t[:, :1])),
         ("mac", changed("segment_weights", torch.Tensor.half)),
         ("mag", changed("attention.keys", torch.Tensor.long)),
+        ("mac", changed("conv_tail", torch.Tensor.long)),
+        ("mac", changed("memory.momentum", torch.Tensor.half)),
+        ("mag", changed("0.1.0.attention.", lambda t: t[:, :, 1:])),
         ("lmm", lambda tensors, meta: meta["geometry"].update(VARIANTS["mag"])),
         ("mag", lambda tensors, meta: meta["geometry"].update(VARIANTS["lmm"])),
         ("mac", lambda tensors, meta: meta["geometry"].pop("segment_length")),
@@ -381,6 +384,9 @@ def changed(name, fn):
         "segment_heads_missing",
         "segment_narrowed",
         "integer_keys",
+        "integer_tails",
+        "momentum_narrowed",
+        "a_layers_window_shorter",
         "lmm_as_mag",
         "mag_as_lmm",
         "segment_length_missing",
@@ -400,6 +406,27 @@ def test_an_incomplete_attention_state_is_refused_at_the_latest_by_the_model(var
     with pytest.raises(ValueError, match=r"incomplete|damaged|must be|must have|cache was made"):
         model = variant_model(variant)
         logits_of(model, LATER, cache=TitansCache.from_pretrained(file, config=model.config))
+
+
+@pytest.mark.parametrize("count", [-1, 50])
+@pytest.mark.parametrize(
+    ("variant", "name"),
+    [
+        ("lmm", "memory.memory.count"),
+        ("mal", "attention.count"),
+        ("mag", "attention.count"),
+        ("mac", "attention.count"),
+        ("mac", "memory.memory.count"),
+    ],
+)
+def test_rows_that_count_more_or_less_than_there_is_are_refused(variant, name, count, tmp_path):
+    model = variant_model(variant)
+    cache = TitansCache(model.config)
+    ragged(model, cache)
+    cache.save_pretrained(tmp_path)
+    rewrite(tmp_path / CACHE_FILE, changed(name, lambda t: torch.full_like(t, count)))
+    with pytest.raises(ValueError, match=r"incomplete|damaged|must be|must have"):
+        logits_of(model, LATER, cache=TitansCache.from_pretrained(tmp_path, config=model.config))
 
 
 @pytest.mark.parametrize(

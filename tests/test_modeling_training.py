@@ -298,9 +298,11 @@ def assert_only_rounded(gradients: dict, exact_model, ids: torch.Tensor, unit: f
     """Gradients in 16 bits may differ as far as rounding each module's result once moves those of the exact model.
 
     How far that is depends on the variant (`mac` chains most modules) and on what cancels in a gradient; it is
-    measured here with noise of up to half a unit, scaled down to where its effect is linear.
+    measured here with noise of up to half a unit, scaled down to where its effect is linear. Where no attention
+    amplifies it, it is below 50 units.
     """
     small, draws = 1e-4, 4
+    most = 50 * unit if exact_model.config.variant == "lmm" else float("inf")
 
     def round_result(module, arguments, result):
         return result * (1 + small * unit * (torch.rand_like(result) - 0.5)) if torch.is_tensor(result) else result
@@ -316,6 +318,7 @@ def assert_only_rounded(gradients: dict, exact_model, ids: torch.Tensor, unit: f
         spread = (sum((relative_error(g[name], gradient) / small) ** 2 for g in noisy) / draws) ** 0.5
         ratios.append(relative_error(gradients[name], gradient) / spread)
         assert ratios[-1] < 5, name
+        assert relative_error(gradients[name], gradient) < most, name
     assert sorted(ratios)[len(ratios) // 2] < 1.5
 
 

@@ -19,7 +19,10 @@ from transformers_titans.training.carry import MEMORY_FOLDER, CarryMemory, Strea
 from transformers_titans.training.data import DOCUMENT_FEATURES, RowCollator, cut_documents, pack_documents
 from transformers_titans.training.evaluation import compare_memory, row_losses, stream_loss, token_metrics
 from transformers_titans.training.train import finish
+from variant_oracle import VARIANTS
 
+
+every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
 VOCAB_SIZE = 40
 CONTEXT_LENGTH = 8
@@ -107,8 +110,9 @@ class KeepGradients(TrainerCallback):
         self.kept.append(gradients(model))
 
 
-def test_a_packed_document_is_predicted_as_if_it_were_alone():
-    model = tiny_model().eval()
+@every_variant
+def test_a_packed_document_is_predicted_as_if_it_were_alone(variant):
+    model = tiny_model(**VARIANTS[variant]).eval()
     documents = random_documents([3, 6, 1, 4, 2])
     rows = pack_documents(documents, 16)
     assert len(rows) == 1
@@ -130,8 +134,9 @@ def test_row_losses_count_each_target_of_a_packed_row_once():
     torch.testing.assert_close(output.loss, total / count)
 
 
-def test_evaluation_with_the_memory_carried_equals_one_call_over_each_document(tmp_path):
-    model = tiny_model()
+@every_variant
+def test_evaluation_with_the_memory_carried_equals_one_call_over_each_document(variant, tmp_path):
+    model = tiny_model(**VARIANTS[variant])
     documents = random_documents([37, 5, 16, 1, 23, 8])
     trainer = carrying_trainer(
         model,
@@ -156,7 +161,8 @@ def test_evaluation_with_the_memory_carried_equals_one_call_over_each_document(t
     assert carry_memory_of(trainer).caches == {}
 
 
-def test_carried_training_is_truncated_backpropagation_through_time(tmp_path):
+@every_variant
+def test_carried_training_is_truncated_backpropagation_through_time(variant, tmp_path):
     documents = random_documents([30])
     args = carrying_arguments(
         tmp_path,
@@ -166,10 +172,10 @@ def test_carried_training_is_truncated_backpropagation_through_time(tmp_path):
         max_grad_norm=0,
         lr_scheduler_type="constant",
     )
-    trainer = carrying_trainer(tiny_model(), args, documents)
+    trainer = carrying_trainer(tiny_model(**VARIANTS[variant]), args, documents)
     trainer.train()
 
-    model = tiny_model().train()
+    model = tiny_model(**VARIANTS[variant]).train()
     optimizer = torch.optim.SGD(model.parameters(), lr=args.learning_rate)
     ids = torch.tensor(documents["input_ids"])
     cache, losses = TitansCache(model.config), []
@@ -214,16 +220,26 @@ def resume_pair(tmp_path, make, num_steps=10):
     return unbroken, second
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("carry", [False, True], ids=["fresh", "carried"])
-def test_a_resumed_run_equals_an_unbroken_one(tmp_path, carry, accumulation):
+@pytest.mark.parametrize(
+    ("variant", "carry", "accumulation"),
+    [
+        ("lmm", False, 1),
+        ("lmm", False, 2),
+        ("lmm", True, 1),
+        ("lmm", True, 2),
+        ("mal", True, 1),
+        ("mag", True, 1),
+        ("mac", True, 2),
+    ],
+)
+def test_a_resumed_run_equals_an_unbroken_one(tmp_path, variant, carry, accumulation):
     documents = random_documents([41, 7, 30, 5, 90, 16, 33, 60, 3])
 
     def make(output_dir, **overrides):
         overrides = {"max_steps": 20, "gradient_accumulation_steps": accumulation, **overrides}
         if carry:
             args = carrying_arguments(output_dir, **overrides)
-            return carrying_trainer(tiny_model(), args, documents, documents)
+            return carrying_trainer(tiny_model(**VARIANTS[variant]), args, documents, documents)
         return make_trainer(tiny_model(), training_arguments(output_dir, **overrides), pack_documents(documents, 8))
 
     unbroken, resumed = resume_pair(tmp_path, make)
@@ -274,9 +290,10 @@ def test_two_processes_train_as_one_does(tmp_path):
     assert sorted(folder.name for folder in saved) == ["rank_0", "rank_1"]
 
 
-def test_carried_training_in_bfloat16_keeps_a_float32_memory(tmp_path):
+@every_variant
+def test_carried_training_in_bfloat16_keeps_a_float32_memory(variant, tmp_path):
     args = carrying_arguments(tmp_path, max_steps=3, bf16=True, save_strategy="steps", save_steps=3)
-    trainer = carrying_trainer(tiny_model(), args, random_documents([60, 60]))
+    trainer = carrying_trainer(tiny_model(**VARIANTS[variant]), args, random_documents([60, 60]))
     trainer.train()
     assert np.isfinite(logged_losses(trainer)).all()
     cache = TitansCache.from_pretrained(tmp_path / "checkpoint-3" / MEMORY_FOLDER / "rank_0")
@@ -326,8 +343,11 @@ def test_the_memory_is_saved_in_the_checkpoint_and_needed_to_resume(tmp_path):
     assert elsewhere.state.global_step == 4
 
 
-@pytest.mark.parametrize("batch_size, accumulation", [(2, 4), (1, 8), (4, 2)])
-def test_accumulated_gradients_equal_those_of_one_batch(tmp_path, batch_size, accumulation):
+@pytest.mark.parametrize(
+    ("variant", "batch_size", "accumulation"),
+    [("lmm", 2, 4), ("lmm", 1, 8), ("lmm", 4, 2), ("mal", 2, 4), ("mag", 2, 4), ("mac", 2, 4)],
+)
+def test_accumulated_gradients_equal_those_of_one_batch(tmp_path, variant, batch_size, accumulation):
     rows = cut_documents(random_documents([8, 2, 5, 1, 8, 3, 7, 4]), CONTEXT_LENGTH)
 
     def run(batch_size, accumulation):
@@ -339,7 +359,7 @@ def test_accumulated_gradients_equal_those_of_one_batch(tmp_path, batch_size, ac
             max_steps=1,
             train_sampling_strategy="sequential",
         )
-        trainer = make_trainer(tiny_model(), args, rows, callbacks=[keep])
+        trainer = make_trainer(tiny_model(**VARIANTS[variant]), args, rows, callbacks=[keep])
         trainer.train()
         return logged_losses(trainer)[0], keep.kept[0]
 
@@ -350,11 +370,12 @@ def test_accumulated_gradients_equal_those_of_one_batch(tmp_path, batch_size, ac
         torch.testing.assert_close(accumulated[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
 
 
-def test_a_step_without_a_single_target_leaves_all_finite(tmp_path):
+@every_variant
+def test_a_step_without_a_single_target_leaves_all_finite(variant, tmp_path):
     rows = cut_documents(random_documents([1, 1, 1, 1, 8, 8]), CONTEXT_LENGTH)
     keep = KeepGradients()
     args = training_arguments(tmp_path, max_steps=3, train_sampling_strategy="sequential")
-    trainer = make_trainer(tiny_model(), args, rows, callbacks=[keep])
+    trainer = make_trainer(tiny_model(**VARIANTS[variant]), args, rows, callbacks=[keep])
     trainer.train()
     losses = logged_losses(trainer)
     assert losses[0] == losses[1] == 0.0 and losses[2] > 0
@@ -378,7 +399,9 @@ def test_a_micro_batch_without_a_target_adds_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("carry", [False, True], ids=["fresh", "carried"])
-def test_evaluation_gathers_logits_and_nothing_else(tmp_path, carry):
+@every_variant
+def test_evaluation_gathers_logits_and_nothing_else(variant, tmp_path, carry):
+    model = tiny_model(**VARIANTS[variant])
     documents = random_documents([20, 13, 7])
     seen = []
 
@@ -388,10 +411,10 @@ def test_evaluation_gathers_logits_and_nothing_else(tmp_path, carry):
 
     if carry:
         args = carrying_arguments(tmp_path)
-        trainer = carrying_trainer(tiny_model(), args, documents, documents, compute_metrics=compute_metrics)
+        trainer = carrying_trainer(model, args, documents, documents, compute_metrics=compute_metrics)
     else:
         args, rows = training_arguments(tmp_path), pack_documents(documents, CONTEXT_LENGTH)
-        trainer = make_trainer(tiny_model(), args, rows, rows, compute_metrics=compute_metrics)
+        trainer = make_trainer(model, args, rows, rows, compute_metrics=compute_metrics)
     metrics = trainer.evaluate()
     predictions, label_ids = seen[0]
     assert isinstance(predictions, np.ndarray) and isinstance(label_ids, np.ndarray)
@@ -401,9 +424,10 @@ def test_evaluation_gathers_logits_and_nothing_else(tmp_path, carry):
     assert 0 <= metrics["eval_accuracy"] <= 1 and np.isfinite(metrics["eval_loss"])
 
 
-def test_other_calls_of_the_model_are_left_alone(tmp_path):
+@every_variant
+def test_other_calls_of_the_model_are_left_alone(variant, tmp_path):
     documents = random_documents([40, 40])
-    model = tiny_model()
+    model = tiny_model(**VARIANTS[variant])
     ids = torch.tensor(documents["input_ids"])[:, :12]
     reference = model.eval()(ids).logits
     generated = model.generate(ids, max_new_tokens=5, do_sample=False)
@@ -431,12 +455,13 @@ def test_a_carried_memory_refuses_what_would_break_it(tmp_path):
         make_trainer(tiny_model(), args, streams, rows, callbacks=[CarryMemory()]).evaluate()
 
 
-def test_recomputing_activations_does_not_write_the_memory_twice(tmp_path):
+@every_variant
+def test_recomputing_activations_does_not_write_the_memory_twice(variant, tmp_path):
     documents = random_documents([60, 60])
 
     def run(**overrides):
         args = carrying_arguments(tmp_path / str(len(overrides)), max_steps=4, **overrides)
-        trainer = carrying_trainer(tiny_model(), args, documents)
+        trainer = carrying_trainer(tiny_model(**VARIANTS[variant]), args, documents)
         trainer.train()
         assert trainer.model.is_activation_checkpointing == bool(overrides)
         return logged_losses(trainer), trainer.model

@@ -50,7 +50,17 @@ def run_file(tmp_path, monkeypatch):
     return tmp_path / "run.yaml"
 
 
-@pytest.mark.parametrize("words", [[], ["packing=false"], ["carry_memory=true"]], ids=["packed", "cut", "carried"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["packing=false"],
+        ["carry_memory=true"],
+        ["config_overrides.variant=mag", "config_overrides.sliding_window=5"],
+        ["config_overrides.variant=mac", "config_overrides.segment_length=16", "carry_memory=true"],
+    ],
+    ids=["packed", "cut", "carried", "mag_packed", "mac_carried"],
+)
 def test_a_run_trains_evaluates_saves_and_goes_on(run_file, words):
     train.main([str(run_file), *words])
     output_dir = run_file.parent / "run"
@@ -61,6 +71,8 @@ def test_a_run_trains_evaluates_saves_and_goes_on(run_file, words):
     assert (output_dir / "checkpoint-2" / "memory_cache").is_dir() == ("carry_memory=true" in words)
 
     model = AutoModelForCausalLM.from_pretrained(output_dir)
+    variants = [word.split("=")[1] for word in words if word.startswith("config_overrides.variant")]
+    assert [model.config.variant] == (variants or ["lmm"])
     tokenizer = AutoTokenizer.from_pretrained(output_dir)
     prompt = tokenizer("Paragraph", return_tensors="pt")
     assert model.generate(**prompt, max_new_tokens=3, min_new_tokens=3).shape[1] == len("Paragraph") + 3
