@@ -257,15 +257,16 @@ def test_a_call_never_changes_tensors_in_place(variant):
 
 @every_variant
 def test_size_is_constant_in_the_number_of_tokens(variant):
-    model = variant_model(variant, memory_chunk_size=8, segment_length=64, **LONG_TEXT)
+    fields = {"memory_chunk_size": 64, "segment_length": 256, "sliding_window": 200}
+    model = variant_model(variant, **(LONG_TEXT | fields))
     cache = TitansCache(model.config)
     sizes, stored = [], []
-    for part in random_ids(1, 4096).split(512, 1):
+    for part in random_ids(1, 65_536).split(2048, 1):
         logits_of(model, part, cache=cache, logits_to_keep=1)
         sizes.append(cache.nbytes)
         tensors = [t for _, t in iterate_tensors(tuple(layer.tree() for layer in cache.layers))]
         stored.append(sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()))
-    assert cache.get_seq_length() == 4096
+    assert cache.get_seq_length() == 65_536
     assert len(set(sizes)) == 1
     # At a segment's end its weights are the running ones, which need no second place.
     assert len(set(stored[1:])) == 1 and stored[1] <= stored[0] <= 1.05 * sizes[0]
