@@ -11,8 +11,9 @@ demo: $(STAMP)
 	$(BIN)/python -m transformers_titans.training.demo
 
 # The command pytest, not `python -m pytest`: that would put this folder on the import path, hiding packaging mistakes.
+# One process per core with one thread each: the tests' models are too small for more threads.
 test: $(DEV_STAMP)
-	$(BIN)/pytest
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal
 
 style: $(DEV_STAMP)
 	$(BIN)/ruff check .

@@ -45,7 +45,7 @@ PRESETS = {
 }
 
 # Prefixes of names that belong to this model alone: an unknown one is a misspelling, not somebody's extra attribute.
-OWN_PREFIXES = ("memory_", "cache_", "segment_", "num_persistent_")
+OWN_PREFIXES = ("memory_", "cache_", "segment_", "sliding_", "num_persistent_", "persistent_")
 
 
 @strict
@@ -61,7 +61,7 @@ class TitansConfig(PreTrainedConfig):
             context of attention inside segments.
         sliding_window (`int`, *optional*, defaults to 512):
             Number of keys that a token's attention sees in `mal` and `mag`: its own and the `sliding_window - 1` in
-            front of it. Persistent tokens come on top.
+            front of it. Persistent tokens come on top. The other variants have no window.
         segment_length (`int`, *optional*, defaults to 512):
             Tokens in a segment of `mac`, a multiple of `memory_chunk_size`. Attention ends at the segment's borders.
         num_persistent_tokens (`int`, *optional*, defaults to 4):
@@ -216,6 +216,22 @@ class TitansConfig(PreTrainedConfig):
         }
         return cls(variant=variant, **(preset | fields))
 
+    @classmethod
+    def from_dict(cls, config_dict, **kwargs):
+        """As in transformers, except that `variant` among the arguments of an Auto class is left to the model.
+
+        There it means what it means for every model, which weight files to load (`variant="fp16"`), and must not
+        replace this config's field of that name. A config by itself takes it as any other field.
+        """
+        returns_unused = kwargs.get("return_unused_kwargs", False)
+        weights_variant = {"variant": kwargs.pop("variant")} if returns_unused and "variant" in kwargs else {}
+        result = super().from_dict(config_dict, **kwargs)
+        if returns_unused:
+            config, unused = result
+            return config, unused | weights_variant
+        result.validate()
+        return result
+
     def validate_choices(self):
         """Part of `@strict`-powered validation: fields of fixed words."""
         for name, (allowed, built) in CHOICES.items():
@@ -254,9 +270,12 @@ class TitansConfig(PreTrainedConfig):
         rope_type = (self.rope_parameters or {}).get("rope_type", "default")
         if rope_type not in ROPE_TYPES:
             raise ValueError(f"rope_parameters['rope_type'] must be one of {ROPE_TYPES}, got {rope_type!r}")
-        if (self.rope_parameters or {}).get("partial_rotary_factor", 1.0) != 1.0:
-            factor = self.rope_parameters["partial_rotary_factor"]
-            raise ValueError(f"rope_parameters['partial_rotary_factor'] must be 1.0, got {factor!r}")
+        for name, value in (self.rope_parameters or {}).items():
+            if name == "partial_rotary_factor" and value != 1.0:
+                raise ValueError(f"rope_parameters['partial_rotary_factor'] must be 1.0, got {value!r}")
+            if name == "rope_theta" and not value > 0 or name == "factor" and not value >= 1:
+                least = "> 0" if name == "rope_theta" else ">= 1"
+                raise ValueError(f"rope_parameters[{name!r}] must be {least}, got {value!r}")
         if self.variant == "mac" and self.segment_length % max(self.memory_chunk_size, 1):
             raise ValueError(
                 f"segment_length must be a multiple of memory_chunk_size={self.memory_chunk_size} in variant 'mac', "

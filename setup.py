@@ -50,6 +50,7 @@ setup(
             "build",
             "peft",
             "pytest",
+            "pytest-xdist",
             "ruff",
             "setuptools",
             "torchao",

@@ -16,6 +16,7 @@ __version__ = "0.1.0"
 _EXPORTS = {
     "MemoryState": "memory_state",
     "NeuralMemoryState": "memory_state",
+    "SegmentState": "memory_state",
     "TitansCache": "cache_titans",
     "TitansConfig": "configuration_titans",
     "TitansForCausalLM": "modeling_titans",
@@ -31,6 +32,7 @@ _EXPORTS = {
 __all__ = [
     "MemoryState",
     "NeuralMemoryState",
+    "SegmentState",
     "TitansCache",
     "TitansConfig",
     "TitansForCausalLM",

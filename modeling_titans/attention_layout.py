@@ -65,12 +65,13 @@ class AttentionLayout(TensorTable):
     Attributes:
         window: W keys that a token sees, its own included.
         is_segment: whether W tokens are a segment, at whose end everything kept is dropped.
-        count: kept keys: an int if it is the same in every row (then K == count), else (B,) (then K == W - 1).
+        count: kept keys: an int if it is the same in every row (then K == count), else (B,).
         mask: (B, T) real tokens, or None if all are.
-        attention_mask: what the implementation is given: (B or 1, 1, T, keys), or (B * N, 1, W, keys) with blocks, or
-            None for flash-attn. The keys are persistent tokens, then kept and new keys, the latter two once more
-            where there are retrieved tokens beside them.
+        attention_mask: what the implementation is given: (B or 1, 1, T, keys), or with blocks (B * N, 1, W, keys), for
+            rows that are alike (N, 1, W, keys), or None for flash-attn. The keys are persistent tokens, then kept and
+            new keys, the latter two once more where there are retrieved tokens beside them.
         blocks, sequences: for the implementations that need them.
+        num_kept: K.
         kept_source: (B, K') places in [kept, columns, one of zeros] of the keys to keep; None: the last ones.
         kept_count: their number, as ``count``.
     """
@@ -78,6 +79,7 @@ class AttentionLayout(TensorTable):
     window: int
     is_segment: bool
     count: int | torch.Tensor
+    num_kept: int
     mask: torch.Tensor | None
     attention_mask: torch.Tensor | None
     blocks: Blocks | None
@@ -95,6 +97,8 @@ class AttentionLayout(TensorTable):
         implementation: str,
         num_persistent: int,
         count: int | torch.Tensor = 0,
+        num_kept: int = 0,
+        kept_later: int = 0,
         mask: torch.Tensor | None = None,
         documents: TokenDocuments | None = None,
         is_segment: bool = False,
@@ -108,12 +112,17 @@ class AttentionLayout(TensorTable):
             implementation: name of the attention implementation that will use the layout.
             num_persistent: P persistent tokens in front of the keys.
             count: kept keys of each row.
+            num_kept: K places for them.
+            kept_later: places for the keys kept behind the call, if rows differ.
             mask: (B, T) bool real tokens; needed, with their ``documents``, if ``count`` differs between rows.
             documents: document of each token.
             is_segment: see the class. Then T tokens, at most W with the kept ones, are all of one document, and the
                 keys are there twice.
         """
-        rows = _Rows.alike(shape, device, window, count) if mask is None else _Rows.of(mask, documents, window, count)
+        if mask is None:
+            rows = _Rows.alike(shape, device, window, count)
+        else:
+            rows = _Rows.of(mask, documents, window, count, num_kept)
         blocks, sequences, attention_mask = None, None, None
         if implementation in FLASH:
             sequences = rows.sequences()
@@ -126,9 +135,10 @@ class AttentionLayout(TensorTable):
                 attention_mask = torch.zeros_like(attention_mask, dtype=torch.float32).masked_fill(
                     ~attention_mask, float("-inf")
                 )
-                attention_mask = attention_mask.expand(-1 if blocks else shape[0], -1, -1, -1)
-        source, kept = rows.kept(is_segment)
-        return cls(window, is_segment, count, mask, attention_mask, blocks, sequences, source, kept)
+                if blocks is None:
+                    attention_mask = attention_mask.expand(shape[0], -1, -1, -1)
+        source, kept = rows.kept(is_segment, kept_later)
+        return cls(window, is_segment, count, num_kept, mask, attention_mask, blocks, sequences, source, kept)
 
     def keep(self, keys: torch.Tensor) -> torch.Tensor:
         """(B, heads, K + T, D) kept and new keys or values -> (B, heads, K', D): those that later calls need."""
@@ -165,8 +175,7 @@ class _Rows:
         return cls(shape, window, count, rank, torch.zeros_like(rank), torch.ones_like(rank).bool(), None, count)
 
     @classmethod
-    def of(cls, mask, documents: TokenDocuments, window: int, count) -> "_Rows":
-        num_kept = count if isinstance(count, int) else window - 1
+    def of(cls, mask, documents: TokenDocuments, window: int, count, num_kept: int) -> "_Rows":
         count = torch.full_like(documents.rank[:, 0], count) if isinstance(count, int) else count
         kept = torch.arange(-num_kept, 0, device=mask.device).expand(mask.shape[0], -1)
         rank = torch.cat([kept, documents.rank], 1)
@@ -180,6 +189,8 @@ class _Rows:
         return self._sees(self.rank[:, queries], self.index[:, queries], self.rank, self.index, self.real)
 
     def _sees(self, rank, index, key_rank, key_index, key_real) -> torch.Tensor:
+        # In 32 bits, since this is the largest table of a long call.
+        rank, key_rank, index, key_index = (t.to(torch.int32) for t in (rank, key_rank, index, key_index))
         distance = rank[..., :, None] - key_rank[..., None, :]
         same = (index[..., :, None] == key_index[..., None, :]) & key_real[..., None, :]
         # A column without a token sees itself: a softmax over nothing is not a number.
@@ -201,13 +212,12 @@ class _Rows:
         return Blocks(size, number, source[:, :-1], place)
 
     def visible_in(self, blocks: Blocks) -> torch.Tensor:
-        """(B * N, W, 2 W), or (N, W, 2 W) repeated B times for rows that are alike."""
+        """(B * N, W, 2 W), or (N, W, 2 W) for rows that are alike."""
         rank, index, real = (
             self._in_blocks(t, blocks, fill) for t, fill in ((self.rank, -1), (self.index, -1), (self.real, False))
         )
         own = slice(blocks.size, None)
-        visible = self._sees(rank[..., own], index[..., own], rank, index, real)
-        return visible.expand(self.shape[0], -1, -1, -1).flatten(0, 1)
+        return self._sees(rank[..., own], index[..., own], rank, index, real).flatten(0, 1)
 
     def _in_blocks(self, t: torch.Tensor, blocks: Blocks, fill) -> torch.Tensor:
         """(B or 1, K + T) -> (B or 1, N, 2 W): each block's own keys behind the previous block's."""
@@ -237,16 +247,15 @@ class _Rows:
         cu_queries, cu_keys = (_borders(t) for t in (length, keys))
         return Sequences(queries, places, cu_queries, cu_keys, *longest, cu_queries[[0, -1]])
 
-    def kept(self, is_segment: bool) -> tuple[torch.Tensor | None, int | torch.Tensor]:
-        """Where the keys to keep stand, and how many they are."""
+    def kept(self, is_segment: bool, width: int) -> tuple[torch.Tensor | None, int | torch.Tensor]:
+        """Where the keys to keep stand, in ``width`` places if rows differ, and how many they are."""
         if self.documents is None:
             total = self.num_kept + self.shape[1]
             return None, (total % self.window if is_segment else min(total, self.window - 1))
         last = self.documents.index[:, -1:]
         total = self.documents.length.gather(1, last).squeeze(1) + torch.where(last[:, 0] == 0, self.count, 0)
         count = total % self.window if is_segment else total.clamp(max=self.window - 1)
-        width, num_columns = self.window - 1, self.shape[1]
-        device = self.rank.device
+        num_columns, device = self.shape[1], self.rank.device
         # The k-th from last real token of the row is a column of this call, or a key kept before it.
         rank = self.documents.length.sum(1, keepdim=True) - torch.arange(width, 0, -1, device=device)
         column = torch.zeros(self.shape[0], num_columns + 1, dtype=torch.long, device=device)

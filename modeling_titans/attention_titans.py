@@ -46,24 +46,36 @@ class TitansRotaryEmbedding(nn.Module):
         """``position`` (B or 1, T) -> cos, sin (B or 1, T, D), float64 for float64 ``hidden_states``, else float32."""
         dtype = torch.float32 if position.device.type == "mps" else torch.float64
         target = torch.promote_types(hidden_states.dtype, torch.float32)
-        frequencies, scale = self._frequencies(position.device, dtype)
+        frequencies, _ = rope_frequencies(self.config, position.device, dtype)
         angles = position.unsqueeze(-1).to(dtype) * frequencies
         angles = torch.cat([angles, angles], -1)
-        return tuple((scale * f(angles)).to(target) for f in (torch.cos, torch.sin))
+        return torch.cos(angles).to(target), torch.sin(angles).to(target)
 
-    def _frequencies(self, device, dtype) -> tuple[torch.Tensor, float]:
-        parameters = self.config.rope_parameters
-        if parameters["rope_type"] not in ("default", "linear"):
-            frequencies, scale = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](self.config, device)
-            return frequencies.to(dtype), scale
-        exponent = torch.arange(0, self.config.head_dim, 2, device=device, dtype=dtype) / self.config.head_dim
-        return parameters["rope_theta"] ** -exponent / parameters.get("factor", 1.0), 1.0
+
+def rope_frequencies(config: TitansConfig, device=None, dtype=torch.float64) -> tuple[torch.Tensor, float]:
+    """RoPE's angles per position (D / 2,), and the factor on queries and keys that goes with them."""
+    parameters = config.rope_parameters
+    if parameters["rope_type"] not in ("default", "linear"):
+        frequencies, scale = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, device)
+        return frequencies.to(dtype), scale
+    exponent = torch.arange(0, config.head_dim, 2, device=device, dtype=dtype) / config.head_dim
+    factor = parameters["factor"] if parameters["rope_type"] == "linear" else 1.0
+    return parameters["rope_theta"] ** -exponent / factor, 1.0
+
+
+def check_implementation(implementation: str) -> None:
+    """Raises a ValueError for an attention function that does not know what an `AttentionLayout` says."""
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"attn_implementation must be one of {IMPLEMENTATIONS}, got {implementation!r}")
 
 
 def returns_weights(config: TitansConfig, output_attentions: bool | None) -> bool:
     """Whether a model has attention weights to return and is asked to; None stands for what the config says."""
     wanted = config.output_attentions if output_attentions is None else output_attentions
-    if not wanted or config.variant not in ("mal", "mag"):
+    if not wanted:
+        return False
+    if config.variant not in ("mal", "mag"):
+        logger.warning_once(f"variant {config.variant!r} has no attention weights over the text to return")
         return False
     if config._attn_implementation != "eager":
         logger.warning_once(
@@ -151,7 +163,8 @@ class TitansAttention(nn.Module):
         self.num_heads, self.num_key_value_heads = config.num_attention_heads, config.num_key_value_heads
         self.num_key_value_groups = self.num_heads // self.num_key_value_heads
         self.head_dim = config.head_dim
-        self.scaling = self.head_dim**-0.5
+        # YaRN's factor is a temperature of the whole softmax: persistent tokens, which are not rotated, have it too.
+        self.scaling = self.head_dim**-0.5 * rope_frequencies(config)[1] ** 2
         self.attention_dropout = config.attention_dropout
         self.is_causal = True
         width, bias = config.hidden_size, config.attention_bias
@@ -189,8 +202,7 @@ class TitansAttention(nn.Module):
         """
         heads = self._project(hidden_states, position_embeddings, layout, state, prefix_states, retrieved_states)
         implementation = self.config._attn_implementation
-        if implementation not in IMPLEMENTATIONS:
-            raise ValueError(f"attn_implementation must be one of {IMPLEMENTATIONS}, got {implementation!r}")
+        check_implementation(implementation)
         weights = None
         if implementation in FLASH:
             output = self._flash(heads, layout, implementation)
@@ -257,7 +269,7 @@ class TitansAttention(nn.Module):
         )
         output = output[..., : self.head_dim]
         if layout.blocks is not None:
-            output = _from_blocks(output, layout.blocks, heads.query.shape[2])
+            output = _from_blocks(output, layout.blocks, (heads.query.shape[0], heads.query.shape[2]))
         return output, weights if implementation == "eager" else None
 
     def _persistent_scores(self, heads: _Heads) -> torch.Tensor:
@@ -308,6 +320,8 @@ def _prepend(query, keys, values, scores, persistent_values):
     before, behind = keys.shape[-1], width - keys.shape[-1] - number
     unit = F.pad(unit, (before, behind))
     keys = torch.cat([unit, F.pad(keys, (0, width - keys.shape[-1]))], 2)
+    # Rows may stand among the heads: see `_to_blocks`.
+    persistent_values = persistent_values.repeat(num_heads // persistent_values.shape[0], 1, 1)
     values = torch.cat([persistent_values.expand(batch_size, -1, -1, -1), values], 2)
     values = F.pad(values, (0, width - values.shape[-1]))
     query = F.pad(torch.cat([query, scores], -1), (0, behind))
@@ -315,20 +329,30 @@ def _prepend(query, keys, values, scores, persistent_values):
 
 
 def _to_blocks(query, keys, values, blocks: Blocks):
-    """(B, heads, T, D) queries and (B, heads, K + T, D) keys -> (B * N, heads, W, D) and (B * N, heads, 2 W, D)."""
+    """(B, heads, T, D) queries and (B, heads, K + T, D) keys in blocks of W queries and 2 W keys.
+
+    Rows that differ become (B * N, heads, ., D). Rows that are alike share their masks, so they become further heads:
+    (N, B * heads, ., D).
+    """
     num_kept = keys.shape[2] - query.shape[2]
 
     def windows(x):
         kept = F.pad(x[:, :, :num_kept], (0, 0, blocks.size - num_kept, 0))
-        x = torch.cat([kept, _in_order(x[:, :, num_kept:], blocks)], 2).unfold(2, 2 * blocks.size, blocks.size)
-        return x.permute(0, 2, 1, 4, 3).flatten(0, 1)
+        x = torch.cat([kept, _in_order(x[:, :, num_kept:], blocks)], 2)
+        return _blocks_first(x.unfold(2, 2 * blocks.size, blocks.size).transpose(3, 4), blocks)
 
     return _queries_to_blocks(query, blocks), windows(keys), windows(values)
 
 
 def _queries_to_blocks(query: torch.Tensor, blocks: Blocks) -> torch.Tensor:
-    query = _in_order(query, blocks).unflatten(2, (blocks.number, blocks.size))
-    return query.transpose(1, 2).flatten(0, 1)
+    return _blocks_first(_in_order(query, blocks).unflatten(2, (blocks.number, blocks.size)), blocks)
+
+
+def _blocks_first(x: torch.Tensor, blocks: Blocks) -> torch.Tensor:
+    """(B, heads, N, ., D) -> (B * N, heads, ., D), or (N, B * heads, ., D) for rows that are alike."""
+    if blocks.source is None:
+        return x.movedim(2, 0).flatten(1, 2)
+    return x.transpose(1, 2).flatten(0, 1)
 
 
 def _in_order(x: torch.Tensor, blocks: Blocks) -> torch.Tensor:
@@ -338,9 +362,10 @@ def _in_order(x: torch.Tensor, blocks: Blocks) -> torch.Tensor:
     return take(F.pad(x, (0, 0, 0, 1)).transpose(1, 2), blocks.source).transpose(1, 2)
 
 
-def _from_blocks(output: torch.Tensor, blocks: Blocks, num_columns: int) -> torch.Tensor:
-    """(B * N, W, H, D) -> (B, T, H, D)."""
+def _from_blocks(output: torch.Tensor, blocks: Blocks, shape: tuple[int, int]) -> torch.Tensor:
+    """What attention makes of the blocks' queries, heads behind tokens, -> (B, T, H, D); ``shape`` is (B, T)."""
+    if blocks.source is None:
+        output = output.unflatten(2, (shape[0], -1)).movedim(2, 0).flatten(1, 2)
+        return output[:, : shape[1]]
     output = output.unflatten(0, (-1, blocks.number)).flatten(1, 2)
-    if blocks.place is None:
-        return output[:, :num_columns]
     return take(F.pad(output, (0, 0, 0, 0, 0, 1)), blocks.place)

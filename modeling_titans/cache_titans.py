@@ -58,10 +58,10 @@ class TitansCacheLayer(CacheLayerMixin):
         """Whether a crop has left inputs that the memory must read again."""
         return self.state is None and self.inputs is not None
 
-    def advance(self, state: TitansLayerState, inputs: torch.Tensor) -> None:
-        """Stores the state after a call with these inputs (B, T, hidden_size)."""
+    def advance(self, state: TitansLayerState, num_columns: int, inputs: torch.Tensor | None) -> None:
+        """Stores the state after a call; ``inputs`` (B, T, hidden_size) are needed while past recording is on."""
         self.state = map_tensors(_owned, state)
-        self.columns += inputs.shape[1]
+        self.columns += num_columns
         self.is_initialized = True
         if self.record_past:
             inputs = _owned(inputs.detach())
@@ -197,7 +197,7 @@ class TitansCache(DynamicCache):
         if batch_size is not None and self.batch_size not in (-1, batch_size):
             raise ValueError(f"cache is of {self.batch_size} rows, the input of {batch_size}")
 
-    def advance(self, columns: Columns, states: list[TitansLayerState], inputs: list[torch.Tensor]) -> None:
+    def advance(self, columns: Columns, states: list[TitansLayerState], inputs: list) -> None:
         """Stores what a call has left in every layer, all at once at its end: a call that fails changes nothing."""
         progress = self.progress
         if progress is None:
@@ -209,7 +209,7 @@ class TitansCache(DynamicCache):
         else:
             self.recorded = self.recorded.followed_by(columns)
         for layer, state, layer_inputs in zip(self.layers, states, inputs, strict=True):
-            layer.advance(state, layer_inputs)
+            layer.advance(state, columns.mask.shape[1], layer_inputs)
         self.progress = columns.advance(progress)
 
     def crop(self, tokens_to_remove: int) -> None:

@@ -128,18 +128,24 @@ def plan_columns(
 def _real_columns(attention_mask, shape: tuple[int, int], num_past: int, device) -> torch.Tensor:
     if attention_mask is None:
         return torch.ones(shape, dtype=torch.bool, device=device)
+    if not torch.is_tensor(attention_mask):
+        raise ValueError(f"attention_mask must be a tensor, got {type(attention_mask).__name__}")
     allowed = (shape, (shape[0], num_past + shape[1]))
     if tuple(attention_mask.shape) not in allowed:
         raise ValueError(
-            f"attention_mask must be {' or '.join(map(str, sorted(allowed)))}, the new columns alone or "
-            f"behind those of the cache, got {tuple(attention_mask.shape)}"
+            f"attention_mask must be {_either(*allowed)}, the new columns alone or behind those of the cache, "
+            f"got {tuple(attention_mask.shape)}"
         )
     return attention_mask[:, attention_mask.shape[1] - shape[1] :].to(device=device, dtype=torch.bool)
 
 
+def _either(*shapes: tuple) -> str:
+    return " or ".join(map(str, dict.fromkeys(shapes)))
+
+
 def _check_shape(name: str, value: torch.Tensor, shape: tuple[int, int], device) -> torch.Tensor:
     if value.dim() != 2 or value.shape[1] != shape[1] or value.shape[0] not in (1, shape[0]):
-        raise ValueError(f"{name} must be {shape} or {(1, shape[1])}, got {tuple(value.shape)}")
+        raise ValueError(f"{name} must be {_either(shape, (1, shape[1]))}, got {tuple(value.shape)}")
     if value.is_floating_point():
         raise ValueError(f"{name} must be a tensor of integers, got {value.dtype}")
     return value.to(device).expand(shape)

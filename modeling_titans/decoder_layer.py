@@ -81,7 +81,7 @@ class TitansDecoderLayer(GradientCheckpointingLayer):
 
     def __init__(self, config: TitansConfig, layer_idx: int):
         super().__init__()
-        self.config = config
+        self.variant = config.variant
         self.persistent_tokens = None
         if config.num_persistent_tokens:
             self.persistent_tokens = TitansPersistentTokens(config)
@@ -102,6 +102,7 @@ class TitansDecoderLayer(GradientCheckpointingLayer):
         state: Sealed,
         plan: Sealed,
         output_surprise: bool = False,
+        output_attentions: bool = False,
         only_state: bool = False,
     ) -> TitansLayerOutput:
         """One block over the stream (B, T, hidden_size), from a state to the next.
@@ -111,51 +112,48 @@ class TitansDecoderLayer(GradientCheckpointingLayer):
             state: the `TitansLayerState` before the call, or None before any token.
             plan: the call's `LayerPlan`.
             output_surprise: whether to return inner losses.
+            output_attentions: whether to return attention weights, which eager attention has.
             only_state: whether nothing but the state of the result will be used.
         """
-        mixer = getattr(self, f"_{self.config.variant}")
+        mixer = getattr(self, f"_{self.variant}")
         mixed, state, surprise, attentions = mixer(hidden_states, state.content, plan.content, output_surprise)
         if not only_state:
             hidden_states = hidden_states + mixed
             hidden_states = hidden_states + self.mlp(self.pre_mlp_layernorm(hidden_states))
-        return TitansLayerOutput(hidden_states, Sealed(state), surprise, attentions)
+        return TitansLayerOutput(hidden_states, Sealed(state), surprise, attentions if output_attentions else None)
 
     def _prefix(self, norm: nn.Module) -> torch.Tensor | None:
         return None if self.persistent_tokens is None else norm(self.persistent_tokens())
 
-    def _remember(self, normed, state, plan: LayerPlan, output_surprise: bool):
+    def _remember(self, normed, prefix, state, plan: LayerPlan, output_surprise: bool):
         """The memory over [P; x]."""
-        return self.memory(
-            normed,
-            None if state is None else state.memory,
-            layout=plan.memory,
-            prefix_states=self._prefix(self.input_layernorm),
-            output_surprise=output_surprise,
-        )
+        memory = None if state is None else state.memory
+        return self.memory(normed, memory, layout=plan.memory, prefix_states=prefix, output_surprise=output_surprise)
 
-    def _attend(self, normed, state, plan: LayerPlan, norm: nn.Module):
+    def _attend(self, normed, prefix, state, plan: LayerPlan):
         """Sliding-window attention over [P; x]."""
         kept = None if state is None else state.attention
-        return self.self_attn(normed, plan.position_embeddings, plan.attention, kept, self._prefix(norm))
+        return self.self_attn(normed, plan.position_embeddings, plan.attention, kept, prefix)
 
     def _lmm(self, hidden_states, state, plan, output_surprise):
         """The memory alone."""
-        memory = self._remember(self.input_layernorm(hidden_states), state, plan, output_surprise)
+        normed, prefix = self.input_layernorm(hidden_states), self._prefix(self.input_layernorm)
+        memory = self._remember(normed, prefix, state, plan, output_surprise)
         return memory.hidden_states, TitansLayerState(memory.state), memory.surprise, None
 
     def _mal(self, hidden_states, state, plan, output_surprise):
         """Memory as a layer: the memory, then attention (Titans, eq. 29-31)."""
-        memory = self._remember(self.input_layernorm(hidden_states), state, plan, output_surprise)
-        remembered = memory.hidden_states
-        norm = self.pre_attention_layernorm
-        y, weights, kept = self._attend(norm(hidden_states + remembered), state, plan, norm)
+        normed, prefix = self.input_layernorm(hidden_states), self._prefix(self.input_layernorm)
+        memory = self._remember(normed, prefix, state, plan, output_surprise)
+        remembered, norm = memory.hidden_states, self.pre_attention_layernorm
+        y, weights, kept = self._attend(norm(hidden_states + remembered), self._prefix(norm), state, plan)
         return remembered + y, TitansLayerState(memory.state, kept), memory.surprise, weights
 
     def _mag(self, hidden_states, state, plan, output_surprise):
         """Memory as a gate: both read the same (Titans, eq. 26-28)."""
-        normed = self.input_layernorm(hidden_states)
-        y, weights, kept = self._attend(normed, state, plan, self.input_layernorm)
-        memory = self._remember(normed, state, plan, output_surprise)
+        normed, prefix = self.input_layernorm(hidden_states), self._prefix(self.input_layernorm)
+        y, weights, kept = self._attend(normed, prefix, state, plan)
+        memory = self._remember(normed, prefix, state, plan, output_surprise)
         mixed = self.combination(self.combination.attention_norm(y), memory.hidden_states)
         return mixed, TitansLayerState(memory.state, kept), memory.surprise, weights
 
@@ -167,9 +165,8 @@ class TitansDecoderLayer(GradientCheckpointingLayer):
             start = self._start(hidden_states)
         state = start if state is None else state
         mixed, surprises = [], []
-        for piece in plan.segments.pieces:
+        for piece, x in zip(plan.segments.pieces, plan.segments.cut(normed), strict=True):
             state = enter_piece(state, start, piece)
-            x = piece.take(normed)
             retrieved = self.memory(x, state.segment, layout=piece.memory)
             y, _, kept = self.self_attn(
                 x,

@@ -36,6 +36,7 @@ def plan_layers(
     columns: Columns | None,
     memory_count: int | torch.Tensor,
     attention_count: int | torch.Tensor,
+    num_kept: int,
     rotary_embedding,
 ) -> LayerPlan:
     """Plans a call.
@@ -46,6 +47,7 @@ def plan_layers(
         columns: what the columns are; None: T real tokens in each row and nothing read before.
         memory_count: tokens pending in the memories' open chunks (`MemoryState.count`).
         attention_count: keys that attention has kept (`AttentionState.count`).
+        num_kept: places that the state has for them.
         rotary_embedding: a `TitansRotaryEmbedding`, or None in `lmm`.
     """
     shape, device = tuple(hidden_states.shape[:2]), hidden_states.device
@@ -61,12 +63,16 @@ def plan_layers(
         options = SegmentOptions(
             config.segment_length, config.memory_chunk_size, config.num_persistent_tokens, config._attn_implementation
         )
-        return LayerPlan(segments=plan_segments(options, shape, attention_count, cos_sin, mask, starts))
+        return LayerPlan(segments=plan_segments(options, shape, attention_count, num_kept, cos_sin, mask, starts))
     memory = None
     if columns is not None:
         memory = TokenLayout.build(mask, starts, count=memory_count, chunk_size=config.memory_chunk_size, shape=shape)
     if config.variant == "lmm":
         return LayerPlan(memory)
+    kept_later = config.sliding_window - 1
+    if not torch.compiler.is_compiling():
+        # Only as many places as may be taken; a trace, in which lengths are compiled in, makes room for all at once.
+        kept_later = min(kept_later, num_kept + shape[1])
     attention = AttentionLayout.build(
         shape,
         device,
@@ -74,6 +80,8 @@ def plan_layers(
         implementation=config._attn_implementation,
         num_persistent=config.num_persistent_tokens,
         count=attention_count,
+        num_kept=num_kept,
+        kept_later=kept_later,
         mask=mask,
         documents=memory.documents if ragged else None,
     )

@@ -34,8 +34,7 @@ class AttentionState(NamedTuple):
     Attributes:
         keys, values: (B, G, K, D) of the last tokens, keys rotated, right-aligned.
         retrieved_keys, retrieved_values: the same of what the memory gave for those tokens (`mac`), else None.
-        count: kept keys, an int if it is the same in every row (then K == count), else a LongTensor (B,) (then K is
-            the most there can be).
+        count: kept keys, an int if it is the same in every row (then K == count), else a LongTensor (B,).
     """
 
     keys: torch.Tensor

@@ -207,6 +207,9 @@ class TitansNeuralMemory(nn.Module):
         """
         self._check(hidden_states, state, attention_mask, layout)
         if hasattr(state, "segment_weights"):
+            if prefix_states is not None or output_surprise:
+                raise ValueError("prefix_states and output_surprise belong to writing; a SegmentState is read only")
+            layout = self._layout(hidden_states, attention_mask, 0) if layout is None else layout
             return self._read(hidden_states, state, layout)
         restarts = layout is not None and layout.document_starts is not None
         # A trace knows no grad_fn; to attach where it is not needed changes no number.
@@ -218,14 +221,13 @@ class TitansNeuralMemory(nn.Module):
         elif attaches:
             state = _attach(start_state, state)
         if layout is None:
-            layout = TokenLayout.build(
-                attention_mask,
-                count=state.memory.count,
-                chunk_size=self.config.memory_chunk_size,
-                shape=tuple(hidden_states.shape[:2]),
-            )
+            layout = self._layout(hidden_states, attention_mask, state.memory.count)
         y, state, surprise = self._write_and_read(hidden_states, state, layout, start_state, output_surprise)
         return NeuralMemoryOutput(self._output(y, hidden_states), state, surprise)
+
+    def _layout(self, hidden_states, attention_mask, count: int | torch.Tensor) -> TokenLayout:
+        shape = tuple(hidden_states.shape[:2])
+        return TokenLayout.build(attention_mask, count=count, chunk_size=self.config.memory_chunk_size, shape=shape)
 
     def _output(self, y: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         """M's answers (B, T, H, D) -> (B, T, hidden_size)."""
@@ -311,7 +313,8 @@ class TitansNeuralMemory(nn.Module):
                 f"hidden_states must be (B, T, hidden_size={self.config.hidden_size}) with at least one token, "
                 f"got {tuple(hidden_states.shape)}"
             )
-        if state is not None and not (hasattr(state, "memory") or hasattr(state, "segment_weights")):
+        # Both kinds have a tail, which a block's state, or the op's, has not.
+        if state is not None and not hasattr(state, "conv_tail"):
             raise ValueError(f"state must be a NeuralMemoryState or SegmentState, got {type(state).__name__}")
         if state is not None and number_of_rows(state) != hidden_states.shape[0]:
             raise ValueError(f"state is of {number_of_rows(state)} rows, hidden_states of {hidden_states.shape[0]}")

@@ -16,7 +16,7 @@ from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.output_capturing import capture_outputs
 
-from .attention_titans import TitansRotaryEmbedding, returns_weights
+from .attention_titans import TitansRotaryEmbedding, check_implementation, returns_weights
 from .cache_titans import TitansCache
 from .call_plan import Columns, Progress, plan_columns
 from .configuration_titans import TitansConfig
@@ -65,6 +65,11 @@ class TitansPreTrainedModel(PreTrainedModel):
     _supports_flash_attn = True
     _supports_flex_attn = True
     _can_record_outputs = {"hidden_states": TitansDecoderLayer}
+
+    def _check_and_adjust_attn_implementation(self, attn_implementation, *args, **kwargs) -> str:
+        applicable = super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)
+        check_implementation(applicable)
+        return applicable
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -155,9 +160,12 @@ class TitansModel(TitansPreTrainedModel):
             self._replay(cache)
         capture = kwargs.get("output_hidden_states", self.config.output_hidden_states) or output_attentions
         if cache is None or not cache.is_recording or num_columns <= LONG_CALL or capture:
-            hidden_states, surprise, attentions = self._read(inputs_embeds, columns, cache, output_surprise)
+            hidden_states, surprise, attentions = self._read(
+                inputs_embeds, columns, cache, output_surprise, output_attentions
+            )
         else:
-            hidden_states, surprise, attentions = self._read_with_mark(inputs_embeds, columns, cache, output_surprise)
+            hidden_states, surprise = self._read_with_mark(inputs_embeds, columns, cache, output_surprise)
+            attentions = None
         return TitansModelOutput(
             last_hidden_state=self.norm(hidden_states),
             cache=cache,
@@ -165,7 +173,9 @@ class TitansModel(TitansPreTrainedModel):
             surprise=surprise if output_surprise else None,
         )
 
-    def _read(self, hidden_states, columns: Columns | None, cache, output_surprise: bool):
+    def _read(
+        self, hidden_states, columns: Columns | None, cache, output_surprise: bool, output_attentions: bool = False
+    ):
         """All blocks over (B, T, hidden_size), then the cache's advance.
 
         Returns the stream, and for each layer its inner losses and attention weights.
@@ -174,10 +184,16 @@ class TitansModel(TitansPreTrainedModel):
         states, inputs, surprises, attentions = [], [], [], []
         for index, layer in enumerate(self.layers):
             state = Sealed(None if cache is None else cache.layers[index].state)
-            output = layer(hidden_states, state=state, plan=plan, output_surprise=output_surprise)
+            output = layer(
+                hidden_states,
+                state=state,
+                plan=plan,
+                output_surprise=output_surprise,
+                output_attentions=output_attentions,
+            )
             if cache is not None:
                 states.append(output[1].content)
-                inputs.append(hidden_states)
+                inputs.append(hidden_states if cache.is_recording else None)
             hidden_states = output[0]
             surprises.append(output[2])
             attentions.append(output[3])
@@ -188,8 +204,11 @@ class TitansModel(TitansPreTrainedModel):
     def _plan(self, hidden_states, columns: Columns | None, state) -> Sealed:
         """The `LayerPlan` of a call that begins where a layer has this state."""
         memory_count = 0 if state is None else state.memory.memory.count
-        attention_count = 0 if state is None or state.attention is None else state.attention.count
-        return Sealed(plan_layers(self.config, hidden_states, columns, memory_count, attention_count, self.rotary_emb))
+        attention_count, num_kept = 0, 0
+        if state is not None and state.attention is not None:
+            attention_count, num_kept = state.attention.count, state.attention.keys.shape[2]
+        counts = (memory_count, attention_count, num_kept)
+        return Sealed(plan_layers(self.config, hidden_states, columns, *counts, self.rotary_emb))
 
     def _read_with_mark(self, hidden_states, columns: Columns, cache: TitansCache, output_surprise: bool):
         """`_read` in two calls with a mark between them, so that a crop near the end of a long call is cheap."""
@@ -202,7 +221,7 @@ class TitansModel(TitansPreTrainedModel):
         surprise = None
         if output_surprise:
             surprise = tuple(torch.cat(layer, 1) for layer in zip(*surprises, strict=True))
-        return torch.cat(hidden_states, 1), surprise, None
+        return torch.cat(hidden_states, 1), surprise
 
     def _embed(self, input_ids, inputs_embeds) -> torch.Tensor:
         if (input_ids is None) == (inputs_embeds is None):

@@ -7,6 +7,7 @@ A *piece* holds, of each row, the tokens of one segment of one document; the pie
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -16,39 +17,46 @@ from .token_layout import TensorTable, TokenDocuments, TokenLayout, exclusive_cu
 
 @dataclass(frozen=True)
 class SegmentPiece(TensorTable):
-    """One piece.
+    """One piece of n columns.
 
     Attributes:
-        begin, end: its columns, where all rows are alike.
-        columns: (B, n) columns of each row's tokens, T where there is none; None where all rows are alike.
-        restart: (B,) rows in which a document begins with this piece, or None if there can be none.
+        mask: (B, n) real tokens, or None where all rows are alike.
+        restart: (B,) rows in which a document begins with this piece, or None if there is none.
         closed: whether a segment ends with this piece: a bool for all rows, or (B,).
         memory, attention: the piece's layouts.
         position_embeddings: cos and sin, (B or 1, n, D) each.
     """
 
-    begin: int
-    end: int
-    columns: torch.Tensor | None
+    mask: torch.Tensor | None
     restart: torch.Tensor | None
     closed: bool | torch.Tensor
     memory: TokenLayout
     attention: AttentionLayout
     position_embeddings: tuple[torch.Tensor, torch.Tensor]
 
-    def take(self, x: torch.Tensor) -> torch.Tensor:
-        """(B, T, C) -> (B, n, C), zeros where there is no token."""
-        if self.columns is None:
-            return x[:, self.begin : self.end]
-        return take(torch.cat([x, torch.zeros_like(x[:, :1])], 1), self.columns)
-
 
 @dataclass(frozen=True)
 class SegmentPlan(TensorTable):
-    """The pieces of a call, and for each column its place among all pieces' tokens, or None where it is the same."""
+    """The pieces of a call.
+
+    Attributes:
+        pieces: in the order in which they are read.
+        lengths: their numbers of columns.
+        columns: (B, sum of lengths) column of each row's tokens, piece by piece, T where there is none; None where
+            they are the columns as they stand.
+        place: (B, T) each column's place among them; None likewise.
+    """
 
     pieces: tuple[SegmentPiece, ...]
+    lengths: tuple[int, ...]
+    columns: torch.Tensor | None
     place: torch.Tensor | None
+
+    def cut(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """(B, T, C) -> (B, n, C) for each piece, zeros where there is no token."""
+        if self.columns is not None:
+            x = take(torch.cat([x, torch.zeros_like(x[:, :1])], 1), self.columns)
+        return x.split(self.lengths, 1)
 
     def join(self, pieces: list[torch.Tensor]) -> torch.Tensor:
         """The pieces' results (B, n, ...) -> (B, T, ...), zeros at masked columns."""
@@ -66,26 +74,30 @@ class SegmentOptions:
     num_persistent: int
     implementation: str
 
-    def piece(self, shape, count, mask, documents, position_embeddings, **kwargs) -> SegmentPiece:
-        attention = AttentionLayout.build(
-            shape,
-            position_embeddings[0].device,
+    def attention(self, shape, device, count, num_kept: int, kept_later: int = 0, mask=None) -> AttentionLayout:
+        return AttentionLayout.build(
+            tuple(shape),
+            device,
             window=self.segment_length,
             implementation=self.implementation,
             num_persistent=self.num_persistent,
             count=count,
+            num_kept=num_kept,
+            kept_later=kept_later,
             mask=mask,
-            documents=documents,
+            documents=None if mask is None else TokenDocuments.count(mask, None),
             is_segment=True,
         )
-        memory = TokenLayout.build(mask, count=count % self.chunk_size, chunk_size=self.chunk_size)
-        return SegmentPiece(memory=memory, attention=attention, position_embeddings=position_embeddings, **kwargs)
+
+    def memory(self, count, mask=None) -> TokenLayout:
+        return TokenLayout.build(mask, count=count % self.chunk_size, chunk_size=self.chunk_size)
 
 
 def plan_segments(
     options: SegmentOptions,
     shape: tuple[int, int],
     count: int | torch.Tensor,
+    num_kept: int,
     position_embeddings: tuple[torch.Tensor, torch.Tensor],
     mask: torch.Tensor | None = None,
     document_starts: torch.Tensor | None = None,
@@ -96,67 +108,132 @@ def plan_segments(
         options: lengths.
         shape: (B, T).
         count: tokens in each row's open segment, an int if all rows are alike, else (B,).
+        num_kept: places that the state has for them.
         position_embeddings: cos and sin of the columns, (B or 1, T, D) each.
         mask: (B, T) bool real tokens; None if all rows are alike.
         document_starts: (B, T) bool, real tokens that begin a document in a row that has read another, or None.
     """
     if mask is None:
         return _alike_rows(options, shape, count, position_embeddings)
-    num_columns = shape[1]
-    count = torch.full_like(mask[:, 0], count, dtype=torch.long) if isinstance(count, int) else count
+    tokens = _locate(options.segment_length, shape, count, mask, document_starts)
+    facts = _facts(tokens, options.segment_length)
+    columns, place = _columns(tokens, [fact.length for fact in facts])
+    cos_sin = [torch.cat([t, torch.zeros_like(t[:, :1])], 1).expand(shape[0], -1, -1) for t in position_embeddings]
+    pieces, begin = [], 0
+    for n, fact in enumerate(facts):
+        piece_columns = columns[:, begin : begin + fact.length]
+        piece_mask, before = piece_columns < shape[1], tokens.before[:, n]
+        attention = options.attention(piece_mask.shape, mask.device, before, num_kept, fact.num_kept, piece_mask)
+        pieces.append(
+            SegmentPiece(
+                piece_mask,
+                tokens.restart[:, n] if fact.restarts else None,
+                tokens.closed[:, n] if fact.closes else False,
+                options.memory(before, piece_mask),
+                attention,
+                tuple(take(t, piece_columns) for t in cos_sin),
+            )
+        )
+        begin, num_kept = begin + fact.length, fact.num_kept
+    return SegmentPlan(tuple(pieces), tuple(fact.length for fact in facts), columns, place)
+
+
+class _Tokens(NamedTuple):
+    """Where the tokens of rows that differ belong.
+
+    Attributes:
+        piece, index: (B, T) piece of each column, and place in it.
+        mask: (B, T) real tokens.
+        number: (B, N) tokens in each piece.
+        before: (B, N) tokens in the open segment when the piece begins.
+        restart: (B, N) pieces with which a document begins.
+        closed: (B, N) pieces with which a segment ends.
+    """
+
+    piece: torch.Tensor
+    index: torch.Tensor
+    mask: torch.Tensor
+    number: torch.Tensor
+    before: torch.Tensor
+    restart: torch.Tensor
+    closed: torch.Tensor
+
+
+def _locate(segment_length: int, shape, count: int | torch.Tensor, mask, document_starts) -> _Tokens:
     documents = TokenDocuments.count(mask, document_starts)
+    most = count if isinstance(count, int) else segment_length - 1
+    count = torch.full_like(documents.rank[:, 0], count) if isinstance(count, int) else count
     first = torch.arange(documents.length.shape[1], device=mask.device) == 0
-    length = documents.length + first * count[:, None]
-    pieces = -(-length // options.segment_length) * (documents.length > 0)
-    number = -(-(options.segment_length - 1 + num_columns) // options.segment_length)
+    pieces = -(-(documents.length + first * count[:, None]) // segment_length) * (documents.length > 0)
+    num_pieces = -(-(most + shape[1]) // segment_length)
     if documents.length.shape[1] > 1:
-        number = max(int(pieces.sum(1).max()), 1)
+        num_pieces = max(int(pieces.sum(1).max()), 1)
     base = exclusive_cumsum(pieces)
     offset = documents.rank_in_document() + torch.where(documents.index == 0, count[:, None], 0)
-    piece = base.gather(1, documents.index) + offset // options.segment_length
+    piece = (base.gather(1, documents.index) + offset // segment_length).masked_fill(~mask, 0)
     # What the open segment holds already takes no place in its piece.
-    begins = torch.where((documents.index == 0) & (offset < options.segment_length), count[:, None], 0)
-    width = min(options.segment_length, num_columns)
-    place = (piece * width + offset % options.segment_length - begins).masked_fill(~mask, number * width)
-    columns = torch.full((mask.shape[0], number * width + 1), num_columns, device=mask.device)
-    columns.scatter_(1, place, torch.arange(num_columns, device=mask.device).expand_as(place))
-    columns = columns[:, :-1].unflatten(1, (number, width))
-    restart = None
-    if documents.length.shape[1] > 1:
-        begins = base.masked_fill(first | (documents.length == 0), number)
-        restart = mask.new_zeros(mask.shape[0], number + 1).scatter_(1, begins, True)[:, :-1]
-    return SegmentPlan(_ragged_pieces(options, columns, num_columns, count, restart, position_embeddings), place)
+    taken = torch.where((documents.index == 0) & (offset < segment_length), count[:, None], 0)
+    number = torch.zeros_like(mask[:, :1], dtype=torch.long).repeat(1, num_pieces).scatter_add_(1, piece, mask.long())
+    begins = base.masked_fill(first | (documents.length == 0), num_pieces)
+    restart = mask.new_zeros(shape[0], num_pieces + 1).scatter_(1, begins, True)[:, :-1]
+    before, closed = [], []
+    for n in range(num_pieces):
+        before.append(torch.where(restart[:, n], 0, count))
+        count = before[-1] + number[:, n]
+        closed.append(count == segment_length)
+        count = count % segment_length
+    tables = (torch.stack(table, 1) for table in (before, closed))
+    return _Tokens(piece, offset % segment_length - taken, mask, number, next(tables), restart, next(tables))
+
+
+class _Fact(NamedTuple):
+    """What decides which code runs: a piece's columns, and places for kept keys behind it, and whether any row
+    begins a document, or ends a segment, with it."""
+
+    length: int
+    num_kept: int
+    restarts: bool
+    closes: bool
+
+
+def _facts(tokens: _Tokens, segment_length: int) -> list[_Fact]:
+    """For each piece; with one wait for the device. A trace cannot wait and makes room for everything."""
+    if torch.compiler.is_compiling():
+        length = min(segment_length, tokens.mask.shape[1])
+        return [_Fact(length, segment_length - 1, True, True)] * tokens.number.shape[1]
+    behind = (tokens.before + tokens.number) % segment_length
+    tables = (tokens.number, behind, tokens.restart.long(), tokens.closed.long())
+    table = torch.stack([t.amax(0) for t in tables], 1).tolist()
+    # A piece that no row needs is there because its number was not waited for.
+    facts = [_Fact(length, kept, bool(restarts), bool(closes)) for length, kept, restarts, closes in table if length]
+    return facts or [_Fact(1, table[0][1], False, False)]
+
+
+def _columns(tokens: _Tokens, lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `SegmentPlan`."""
+    batch_size, num_columns = tokens.mask.shape
+    device, total = tokens.mask.device, sum(lengths)
+    begin = torch.tensor([0, *lengths], device=device).cumsum(0)
+    place = (begin[tokens.piece] + tokens.index).masked_fill(~tokens.mask, total)
+    columns = torch.full((batch_size, total + 1), num_columns, device=device)
+    columns.scatter_(1, place, torch.arange(num_columns, device=device).expand_as(place))
+    return columns[:, :-1], place
 
 
 def _alike_rows(options: SegmentOptions, shape, count: int, position_embeddings) -> SegmentPlan:
-    pieces, begin = [], 0
+    pieces, lengths, layouts, begin = [], [], {}, 0
+    device = position_embeddings[0].device
     while begin < shape[1]:
         # Decided by comparisons: in a trace min() of a count is a symbol, which attention does not take for a length.
         rest, left = shape[1] - begin, options.segment_length - count
         end = shape[1] if rest <= left else begin + left
         closed = False if rest < left else True
+        # Whole segments are all alike, and so are their masks.
+        key = "whole" if closed and begin else begin
+        if key not in layouts:
+            layouts[key] = options.attention((shape[0], end - begin), device, count, count)
         cos_sin = tuple(t[:, begin:end] for t in position_embeddings)
-        facts = {"begin": begin, "end": end, "columns": None, "restart": None, "closed": closed}
-        pieces.append(options.piece((shape[0], end - begin), count, None, None, cos_sin, **facts))
+        pieces.append(SegmentPiece(None, None, closed, options.memory(count), layouts[key], cos_sin))
+        lengths.append(end - begin)
         begin, count = end, 0
-    return SegmentPlan(tuple(pieces), None)
-
-
-def _ragged_pieces(options, columns, num_columns, count, restart, position_embeddings) -> tuple[SegmentPiece, ...]:
-    """``columns`` (B, N, n), ``restart`` (B, N) or None."""
-    pieces = []
-    cos_sin = [t.expand(columns.shape[0], -1, -1) for t in position_embeddings]
-    cos_sin = [torch.cat([t, torch.zeros_like(t[:, :1])], 1) for t in cos_sin]
-    for n in range(columns.shape[1]):
-        restarts = None if restart is None else restart[:, n]
-        count = count if restarts is None else torch.where(restarts, 0, count)
-        mask = columns[:, n] < num_columns
-        documents = TokenDocuments.count(mask, None)
-        read = count + mask.sum(1)
-        # A segment is closed once: a row that has no token here has nothing to close.
-        closed = (read == options.segment_length) & mask.any(1)
-        facts = {"begin": 0, "end": 0, "columns": columns[:, n], "restart": restarts, "closed": closed}
-        taken = tuple(take(t, columns[:, n]) for t in cos_sin)
-        pieces.append(options.piece(tuple(mask.shape), count, mask, documents, taken, **facts))
-        count = read % options.segment_length
-    return tuple(pieces)
+    return SegmentPlan(tuple(pieces), tuple(lengths), None, None)

@@ -75,11 +75,8 @@ def _check_counts(state: TitansLayerState, geometry: dict) -> None:
 
 def _check_count(name: str, count: int | torch.Tensor, width: int, size: int) -> None:
     """``width`` places for at most ``size`` - 1 tokens, of which ``count`` are taken."""
-    if isinstance(count, int):
-        fits = width < size
-    else:
-        fits = width == size - 1 and bool(((count >= 0) & (count <= width)).all())
-    if not fits:
+    counts = torch.as_tensor(count)
+    if width >= size or not bool(((counts >= 0) & (counts <= width)).all()):
         raise ValueError(f"the state's {name} must be within {size - 1}, got {count} in {width} places")
 
 

@@ -6,6 +6,7 @@ import importlib.util
 
 import pytest
 import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from titans_testing import TOLERANCE, assert_close, logits_of, parameter_gradients, random_ids, tiny_config
 from transformers_titans import TitansCache, TitansForCausalLM
@@ -291,3 +292,40 @@ def test_sdpa_is_the_default_and_a_choice_is_kept_out_of_the_checkpoint(variant,
     assert TitansForCausalLM.from_pretrained(tmp_path).config._attn_implementation == "sdpa"
     loaded = TitansForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
     assert loaded.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("name", ["paged|eager", "somebody_elses"])
+@pytest.mark.parametrize("variant", WITH_ATTENTION)
+def test_an_implementation_that_knows_no_layout_is_refused_before_it_is_set(variant, name, monkeypatch):
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "somebody_elses", lambda *args, **kwargs: None)
+    model = variant_model(variant)
+    with pytest.raises(ValueError, match="attn_implementation must be one of .* got"):
+        model.set_attn_implementation(name)
+    assert model.config._attn_implementation == "sdpa"
+    assert torch.isfinite(logits_of(model, random_ids(1, 9))).all()
+
+
+def test_a_factor_counts_in_the_types_that_have_one_only():
+    ids = random_ids(1, 21)
+    plain, ignored, linear = (
+        logits_of(variant_model("mag", rope_parameters={"rope_theta": 1e4, **parameters}), ids)
+        for parameters in (
+            {"rope_type": "default"},
+            {"rope_type": "default", "factor": 7.0},
+            {"rope_type": "linear", "factor": 7.0},
+        )
+    )
+    assert torch.equal(plain, ignored)
+    assert not torch.allclose(plain, linear)
+
+
+def test_yarns_temperature_is_that_of_all_keys():
+    """A window of one token: its own key, at distance 0, and P's, so that the rotation itself has no part in it."""
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 16.0, "original_max_position_embeddings": 64}
+    fields = {"dtype": torch.float64, "sliding_window": 1}
+    scaled, plain = variant_model("mag", rope_parameters=yarn, **fields), variant_model("mag", **fields)
+    factor = (0.1 * torch.log(torch.tensor(16.0, dtype=torch.float64)) + 1).item()
+    for layer in plain.model.layers:
+        layer.self_attn.q_proj.weight.data *= factor**2
+    ids = random_ids(1, 9)
+    assert_close("logits", logits_of(scaled, ids), logits_of(plain, ids), TOLERANCE[torch.float64])

@@ -7,7 +7,7 @@ import re
 
 import pytest
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from titans_testing import tiny_config
 from transformers_titans import TitansConfig, TitansForCausalLM
@@ -105,6 +105,8 @@ def test_documented_defaults():
             r"rope_type'\] must be one of .* got 'dynamic'",
         ),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "must be 1.0, got 0.5"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": -1.0}}, "'rope_theta'\\] must be > 0, got -1.0"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 0.0}}, "'factor'\\] must be >= 1, got 0.0"),
         ({"variant": "mac", "segment_length": 100}, "multiple of memory_chunk_size=64 in variant 'mac', got 100"),
         ({"memory_gating": "relu"}, "memory_gating must be one of .* got 'relu'"),
     ],
@@ -331,3 +333,20 @@ def test_saved_file_with_a_broken_value_is_refused_on_load(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(saved | {"memory_chunk_size": 0}))
     with pytest.raises(REFUSED, match="memory_chunk_size must be >= 1, got 0"):
         TitansConfig.from_pretrained(tmp_path)
+
+
+def test_weight_files_may_have_a_variant_too(tmp_path):
+    """`from_pretrained(variant="fp16")` of an Auto class names weight files, and leaves the architecture alone."""
+    model = TitansForCausalLM(tiny_config(variant="mac", segment_length=8))
+    model.save_pretrained(tmp_path, variant="fp16")
+    for load in (AutoModelForCausalLM.from_pretrained, TitansForCausalLM.from_pretrained):
+        assert load(tmp_path, variant="fp16").config.variant == "mac"
+    with pytest.raises(OSError, match="mag"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, variant="mag")
+
+
+def test_config_alone_takes_variant_as_a_field(tmp_path):
+    tiny_config().save_pretrained(tmp_path)
+    assert TitansConfig.from_pretrained(tmp_path, variant="mag").variant == "mag"
+    with pytest.raises(REFUSED, match="variant must be one of .* got 'fp16'"):
+        TitansConfig.from_pretrained(tmp_path, variant="fp16")

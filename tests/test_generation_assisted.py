@@ -139,7 +139,9 @@ def test_assisted_sampling_keeps_to_the_models_own_distribution(mode):
     assert set(drawn) <= set(allowed)
 
 
-@pytest.mark.parametrize("arguments", [{"prompt_lookup_num_tokens": 3}, {"assistant_model": tiny_model}], ids=str)
+@pytest.mark.parametrize(
+    "arguments", [{"prompt_lookup_num_tokens": 3}, {"assistant_model": tiny_model}], ids=["lookup", "assistant"]
+)
 @every_variant
 def test_assisted_decoding_on_a_filled_cache_is_refused(variant, arguments):
     model = variant_model(variant)

@@ -9,7 +9,7 @@ import torch
 from transformers import DynamicCache
 
 from titans_testing import OPTIONS, logits_of, random_ids, tiny_model
-from transformers_titans import TitansCache
+from transformers_titans import SegmentState, TitansCache
 from transformers_titans.memory_state import iterate_tensors
 from variant_oracle import VARIANTS, variant_model
 
@@ -192,3 +192,43 @@ def test_the_cache_owns_its_memory(option):
     for name, tensor in iterate_tensors(tuple(layer.tree() for layer in cache.layers)):
         assert torch.equal(tensor, frozen[name]), name
     assert torch.equal(logits_of(model, IDS, cache=cache), logits_of(model, IDS, cache=before))
+
+
+def segment_state(model, batch_size: int = 2) -> SegmentState:
+    start = model.model.layers[0].memory.start_state().expand(batch_size)
+    return SegmentState(start.memory.weights, start.conv_tail[..., :32])
+
+
+def test_reading_alone_needs_no_layout_and_takes_a_mask():
+    model = variant_model("mac", dtype=torch.float64)
+    memory, state = model.model.layers[0].memory, segment_state(model)
+    hidden_states, mask = torch.randn(2, 5, 32, dtype=torch.float64), torch.ones(2, 5)
+    plain = memory(hidden_states, state)
+    for masked in (0, 2, 4):
+        mask[1] = 1
+        mask[1, masked] = 0
+        keep = [t for t in range(5) if t != masked]
+        output = memory(hidden_states, state, attention_mask=mask)
+        alone = memory(hidden_states[1:, keep], segment_state(model, 1))
+        torch.testing.assert_close(output.hidden_states[0], plain.hidden_states[0])
+        torch.testing.assert_close(output.hidden_states[1, keep], alone.hidden_states[0])
+        torch.testing.assert_close(output.state.conv_tail[1], alone.state.conv_tail[0])
+
+
+@pytest.mark.parametrize("arguments", [{"output_surprise": True}, {"prefix_states": torch.zeros(2, 32)}])
+def test_reading_alone_refuses_what_belongs_to_writing(arguments):
+    model = variant_model("mac")
+    with pytest.raises(ValueError, match="prefix_states and output_surprise belong to writing"):
+        model.model.layers[0].memory(torch.randn(2, 5, 32), segment_state(model), **arguments)
+
+
+def test_a_blocks_state_is_not_a_memorys():
+    model = variant_model("mac")
+    cache = model(random_ids(2, 5), use_cache=True).cache
+    with pytest.raises(ValueError, match="state must be a NeuralMemoryState or SegmentState, got TitansLayerState"):
+        model.model.layers[0].memory(torch.randn(2, 5, 32), cache.layers[0].state)
+
+
+def test_a_mask_that_is_no_tensor_is_named():
+    with pytest.raises(ValueError, match="attention_mask must be a tensor, got dict"):
+        variant_model("mac")(random_ids(1, 5), attention_mask={"full_attention": None})

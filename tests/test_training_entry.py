@@ -11,6 +11,7 @@ import torch
 from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
+from transformers_titans.tokenization import byte_tokenizer
 from transformers_titans.training import demo, train
 from transformers_titans.training.arguments import ModelArguments
 from transformers_titans.training.evaluation import StreamLoss
@@ -166,3 +167,17 @@ def test_the_demonstration_fails_if_the_memory_does_not_help(tmp_path, monkeypat
     captured = capsys.readouterr()
     assert f"{carried:.4f} nats per byte" in captured.out and "bytes on disk, loaded back" in captured.out
     assert ("FAILED" in captured.err) == (code == 1)
+
+
+def test_a_checkpoint_of_another_architecture_is_not_gone_on_from(run_file):
+    train.main([str(run_file)])
+    with pytest.raises(
+        ValueError, match="of a model with variant='lmm', and this run's has 'mag'; another output_dir"
+    ):
+        train.main([str(run_file), "max_steps=6", "config_overrides.variant=mag"])
+    train.main([str(run_file), "max_steps=6", "config_overrides.use_cache=false"])
+
+
+def test_a_bad_override_is_named():
+    with pytest.raises(ValueError, match="(?s)config_overrides: .*variant must be one of"):
+        train.load_model(ModelArguments(config_overrides={"variant": "mak"}), byte_tokenizer())

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import datasets
+from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -45,6 +46,17 @@ from transformers_titans.training.evaluation import row_losses, token_metrics
 
 logger = logging.getLogger(__name__)
 
+# What a run may have otherwise than the checkpoint from which it goes on.
+FREE_FIELDS = {
+    "attention_dropout",
+    "bos_token_id",
+    "eos_token_id",
+    "initializer_range",
+    "max_position_embeddings",
+    "pad_token_id",
+    "use_cache",
+}
+
 USAGE = "titans-train [config.yaml] [key=value ...]"
 
 
@@ -79,6 +91,8 @@ def train(model_args: ModelArguments, data_args: DataArguments, training_args: T
     checkpoint = find_checkpoint(training_args)
     tokenizer = load_tokenizer(model_args)
     model = load_model(model_args, tokenizer)
+    if checkpoint is not None:
+        check_checkpoint(checkpoint, model.config)
     with training_args.main_process_first(desc="preparing the data"):
         train_documents, eval_documents = load_documents(data_args, tokenizer, training_args.seed)
         trainer = build_trainer(model, tokenizer, train_documents, eval_documents, data_args, training_args)
@@ -126,7 +140,11 @@ def load_model(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> PreT
     else:
         check_names("config_overrides", args.config_overrides, TitansConfig.__dataclass_fields__)
         fields = {name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
-        model = TitansForCausalLM(TitansConfig(**{"vocab_size": len(tokenizer), **fields, **args.config_overrides}))
+        try:
+            config = TitansConfig(**{"vocab_size": len(tokenizer), **fields, **args.config_overrides})
+        except StrictDataclassError as error:
+            raise ValueError(f"config_overrides: {error}") from error
+        model = TitansForCausalLM(config)
     if model.config.vocab_size < len(tokenizer):
         raise ValueError(
             f"vocab_size must be at least the tokenizer's {len(tokenizer)} tokens, got {model.config.vocab_size}"
@@ -203,6 +221,17 @@ def find_checkpoint(args: TrainingArguments) -> str | None:
     if checkpoint is not None:
         logger.info(f"going on from {checkpoint}; another output_dir starts anew")
     return checkpoint
+
+
+def check_checkpoint(checkpoint: str, config: TitansConfig) -> None:
+    """Raises a ValueError if the checkpoint is of a model that was built in another way."""
+    saved = TitansConfig.from_pretrained(checkpoint)
+    for name in sorted(set(TitansConfig.__annotations__) - FREE_FIELDS):
+        if getattr(saved, name) != getattr(config, name):
+            raise ValueError(
+                f"{checkpoint} is of a model with {name}={getattr(saved, name)!r}, and this run's has "
+                f"{getattr(config, name)!r}; another output_dir starts anew"
+            )
 
 
 def run(trainer: Trainer, checkpoint: str | None) -> dict[str, float]:
