@@ -15,6 +15,10 @@ from .attention_layout import AttentionLayout
 from .token_layout import TensorTable, TokenDocuments, TokenLayout, exclusive_cumsum, take
 
 
+# Steps in which room for kept keys grows.
+PLACES = 64
+
+
 @dataclass(frozen=True)
 class SegmentPiece(TensorTable):
     """One piece of n columns.
@@ -116,10 +120,10 @@ def plan_segments(
     if mask is None:
         return _alike_rows(options, shape, count, position_embeddings)
     tokens = _locate(options.segment_length, shape, count, mask, document_starts)
-    facts = _facts(tokens, options.segment_length)
+    facts = _facts(tokens, options.segment_length, options.chunk_size)
     columns, place = _columns(tokens, [fact.length for fact in facts])
     cos_sin = [torch.cat([t, torch.zeros_like(t[:, :1])], 1).expand(shape[0], -1, -1) for t in position_embeddings]
-    pieces, begin = [], 0
+    pieces, begin, num_kept = [], 0, _places(num_kept, options.segment_length)
     for n, fact in enumerate(facts):
         piece_columns = columns[:, begin : begin + fact.length]
         piece_mask, before = piece_columns < shape[1], tokens.before[:, n]
@@ -136,6 +140,11 @@ def plan_segments(
         )
         begin, num_kept = begin + fact.length, fact.num_kept
     return SegmentPlan(tuple(pieces), tuple(fact.length for fact in facts), columns, place)
+
+
+def _places(num_kept: int, segment_length: int) -> int:
+    """Places for kept keys where rows differ: in steps, so that rows are computed alike whatever is beside them."""
+    return min(-(-max(num_kept, 1) // PLACES) * PLACES, segment_length - 1)
 
 
 class _Tokens(NamedTuple):
@@ -196,8 +205,11 @@ class _Fact(NamedTuple):
     closes: bool
 
 
-def _facts(tokens: _Tokens, segment_length: int) -> list[_Fact]:
-    """For each piece; with one wait for the device. A trace cannot wait and makes room for everything."""
+def _facts(tokens: _Tokens, segment_length: int, chunk_size: int) -> list[_Fact]:
+    """For each piece; with one wait for the device. A trace cannot wait and makes room for everything.
+
+    Lengths are whole chunks, or the call's own: few different shapes, and the memory works on whole chunks anyway.
+    """
     if torch.compiler.is_compiling():
         length = min(segment_length, tokens.mask.shape[1])
         return [_Fact(length, segment_length - 1, True, True)] * tokens.number.shape[1]
@@ -205,8 +217,12 @@ def _facts(tokens: _Tokens, segment_length: int) -> list[_Fact]:
     tables = (tokens.number, behind, tokens.restart.long(), tokens.closed.long())
     table = torch.stack([t.amax(0) for t in tables], 1).tolist()
     # A piece that no row needs is there because its number was not waited for.
-    facts = [_Fact(length, kept, bool(restarts), bool(closes)) for length, kept, restarts, closes in table if length]
-    return facts or [_Fact(1, table[0][1], False, False)]
+    most, facts = min(segment_length, tokens.mask.shape[1]), []
+    for length, kept, restarts, closes in table:
+        if length or not facts:
+            length = min(-(-max(length, 1) // chunk_size) * chunk_size, most)
+            facts.append(_Fact(length, _places(kept, segment_length), bool(restarts), bool(closes)))
+    return facts
 
 
 def _columns(tokens: _Tokens, lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,7 +5,7 @@
 import torch
 import torch.nn.functional as F
 
-from .layer_state import TitansLayerState
+from .layer_state import AttentionState, TitansLayerState
 from .memory_state import MemoryState, NeuralMemoryState, SegmentState, map_tensors
 from .segment_plan import SegmentPiece
 
@@ -13,8 +13,8 @@ from .segment_plan import SegmentPiece
 def enter_piece(state: TitansLayerState, start: TitansLayerState | None, piece: SegmentPiece) -> TitansLayerState:
     """The state with which a piece begins.
 
-    Where rows differ, their pending tokens are brought into as many places as any row can need, and rows that begin a
-    document go back to ``start``, the state before any token (needed if there are such rows).
+    Where rows differ, what they have pending and kept is brought into the places that the piece has for it, and rows
+    that begin a document go back to ``start``, the state before any token (needed if there are such rows).
     """
     if piece.mask is None:
         return state
@@ -23,7 +23,8 @@ def enter_piece(state: TitansLayerState, start: TitansLayerState | None, piece: 
     if missing:
         pending = map_tensors(lambda t: F.pad(t, (0, 0) * (t.dim() - 2) + (0, missing)), pending)
     memory = MemoryState(memory.weights, memory.momentum, pending, piece.memory.count)
-    state = TitansLayerState(NeuralMemoryState(memory, state.memory.conv_tail), state.attention, state.segment)
+    attention = _widened(state.attention, piece)
+    state = TitansLayerState(NeuralMemoryState(memory, state.memory.conv_tail), attention, state.segment)
     if piece.restart is None:
         return state
     weights, momentum = (
@@ -38,6 +39,13 @@ def enter_piece(state: TitansLayerState, start: TitansLayerState | None, piece: 
         _where(piece.restart, start.segment.conv_tail, state.segment.conv_tail),
     )
     return TitansLayerState(NeuralMemoryState(memory, tail), state.attention, segment)
+
+
+def _widened(attention: AttentionState, piece: SegmentPiece) -> AttentionState:
+    """Kept keys (B, G, K, D) right-aligned in as many places as the piece has for them."""
+    missing = piece.attention.num_kept - attention.keys.shape[2]
+    kept = [F.pad(t, (0, 0, missing, 0)) if missing else t for t in attention[:4]]
+    return AttentionState(*kept, piece.attention.count)
 
 
 def leave_piece(state: TitansLayerState, piece: SegmentPiece) -> TitansLayerState:
