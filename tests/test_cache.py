@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 
+from stream_testing import assert_same_state, every_variant, random_sizes, state_tensors
 from titans_testing import (
     LONG_TEXT,
     OPTIONS,
@@ -26,8 +27,6 @@ F64 = torch.float64
 CHUNK = 4
 LATER = random_ids(1, 11, seed=99)
 
-every_variant = pytest.mark.parametrize("variant", VARIANTS)
-
 
 def feed(model, cache: TitansCache, ids: torch.Tensor, sizes=None, **kwargs) -> torch.Tensor:
     """Logits of ids fed in pieces of these sizes."""
@@ -39,26 +38,6 @@ def cache_after(model, ids: torch.Tensor, **kwargs) -> TitansCache:
     cache = TitansCache(model.config)
     feed(model, cache, ids, **kwargs)
     return cache
-
-
-def random_sizes(length: int, longest: int, seed: int) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    sizes = []
-    while sum(sizes) < length:
-        size = int(torch.randint(1, longest + 1, (), generator=generator))
-        sizes.append(min(size, length - sum(sizes)))
-    return sizes
-
-
-def state_tensors(cache: TitansCache) -> dict[str, torch.Tensor]:
-    return dict(iterate_tensors((tuple(layer.state for layer in cache.layers), cache.progress)))
-
-
-def assert_same_state(actual: TitansCache, expected: TitansCache, ratio: float) -> None:
-    a, e = state_tensors(actual), state_tensors(expected)
-    assert a.keys() == e.keys()
-    for name, tensor in e.items():
-        assert_close(name, a[name].double(), tensor.double(), ratio)
 
 
 @pytest.mark.parametrize("option", [*OPTIONS, "mal", "mag", "mac"])
