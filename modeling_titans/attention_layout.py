@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .token_layout import TensorTable, TokenDocuments, take
+from .token_layout import TensorTable, TokenDocuments, columns_by_place, take, take_or_zero
 
 
 FLASH = ("flash_attention_2", "flash_attention_3")
@@ -64,7 +64,6 @@ class AttentionLayout(TensorTable):
 
     Attributes:
         window: W keys that a token sees, its own included.
-        is_segment: whether W tokens are a segment, at whose end everything kept is dropped.
         count: kept keys: an int if it is the same in every row (then K == count), else (B,).
         mask: (B, T) real tokens, or None if all are.
         attention_mask: what the implementation is given: (B or 1, 1, T, keys), or with blocks (B * N, 1, W, keys), for
@@ -77,7 +76,6 @@ class AttentionLayout(TensorTable):
     """
 
     window: int
-    is_segment: bool
     count: int | torch.Tensor
     num_kept: int
     mask: torch.Tensor | None
@@ -116,8 +114,8 @@ class AttentionLayout(TensorTable):
             kept_later: places for the keys kept behind the call, if rows differ.
             mask: (B, T) bool real tokens; needed, with their ``documents``, if ``count`` differs between rows.
             documents: document of each token.
-            is_segment: see the class. Then T tokens, at most W with the kept ones, are all of one document, and the
-                keys are there twice.
+            is_segment: whether W tokens are a segment, at whose end everything kept is dropped. Then T tokens, at most
+                W with the kept ones, are all of one document, and the keys are there twice.
         """
         if mask is None:
             rows = _Rows.alike(shape, device, window, count)
@@ -138,14 +136,13 @@ class AttentionLayout(TensorTable):
                 if blocks is None:
                     attention_mask = attention_mask.expand(shape[0], -1, -1, -1)
         source, kept = rows.kept(is_segment, kept_later)
-        return cls(window, is_segment, count, num_kept, mask, attention_mask, blocks, sequences, source, kept)
+        return cls(window, count, num_kept, mask, attention_mask, blocks, sequences, source, kept)
 
     def keep(self, keys: torch.Tensor) -> torch.Tensor:
         """(B, heads, K + T, D) kept and new keys or values -> (B, heads, K', D): those that later calls need."""
         if self.kept_source is None:
             return keys[:, :, keys.shape[2] - self.kept_count :]
-        keys = torch.cat([keys, torch.zeros_like(keys[:, :, :1])], 2)
-        return take(keys.transpose(1, 2), self.kept_source).transpose(1, 2)
+        return take_or_zero([keys.transpose(1, 2)], self.kept_source).transpose(1, 2)
 
 
 @dataclass(frozen=True)
@@ -153,7 +150,8 @@ class _Rows:
     """Kept keys and columns of all rows: for each its document, place in its row, and whether it is there.
 
     Attributes:
-        window, num_kept, num_columns: W, K, T.
+        shape: (B, T).
+        window, num_kept: W, K.
         rank: (B or 1, K + T) real tokens before this one in the row, negative for kept ones.
         index: (B or 1, K + T) document of each; 0 is the one that the kept keys belong to.
         real: (B or 1, K + T).
@@ -204,12 +202,8 @@ class _Rows:
         number = -(-self.shape[1] // size)
         if self.documents is None:
             return Blocks(size, number, None, None)
-        batch_size, num_columns = self.shape
-        mask = self.real[:, self.num_kept :]
-        place = torch.where(mask, self.documents.rank, number * size)
-        source = torch.full((batch_size, number * size + 1), num_columns, device=mask.device)
-        source.scatter_(1, place, torch.arange(num_columns, device=mask.device).expand_as(place))
-        return Blocks(size, number, source[:, :-1], place)
+        place = torch.where(self.real[:, self.num_kept :], self.documents.rank, number * size)
+        return Blocks(size, number, columns_by_place(place, number * size), place)
 
     def visible_in(self, blocks: Blocks) -> torch.Tensor:
         """(B * N, W, 2 W), or (N, W, 2 W) for rows that are alike."""
@@ -258,11 +252,8 @@ class _Rows:
         num_columns, device = self.shape[1], self.rank.device
         # The k-th from last real token of the row is a column of this call, or a key kept before it.
         rank = self.documents.length.sum(1, keepdim=True) - torch.arange(width, 0, -1, device=device)
-        column = torch.zeros(self.shape[0], num_columns + 1, dtype=torch.long, device=device)
-        mask = self.real[:, self.num_kept :]
-        columns = torch.arange(num_columns, device=device).expand_as(mask)
-        column.scatter_(1, torch.where(mask, self.documents.rank, num_columns), columns)
-        new = self.num_kept + column.gather(1, rank.clamp(0, num_columns))
+        place = torch.where(self.real[:, self.num_kept :], self.documents.rank, num_columns)
+        new = self.num_kept + columns_by_place(place, num_columns).gather(1, rank.clamp(0, num_columns - 1))
         source = torch.where(rank >= 0, new, self.num_kept + rank)
         exists = torch.arange(width, 0, -1, device=device) <= count[:, None]
         return torch.where(exists, source, self.num_kept + num_columns), count

@@ -23,7 +23,7 @@ from .attention_layout import FLASH, AttentionLayout, Blocks
 from .configuration_titans import TitansConfig
 from .layer_state import AttentionState
 from .merged_flash_attention import AttentionPart, merged_flash_attention
-from .token_layout import take
+from .token_layout import round_up, take_or_zero
 
 
 logger = logging.get_logger(__name__)
@@ -314,7 +314,7 @@ def _prepend(query, keys, values, scores, persistent_values):
     All dimensions are filled up with zeros to one multiple of 8, which fused kernels ask for.
     """
     number = scores.shape[-1]
-    width = -(-(query.shape[-1] + number) // 8) * 8
+    width = round_up(query.shape[-1] + number, 8)
     batch_size, num_heads = keys.shape[:2]
     unit = torch.eye(number, dtype=keys.dtype, device=keys.device).expand(batch_size, num_heads, -1, -1)
     before, behind = keys.shape[-1], width - keys.shape[-1] - number
@@ -359,7 +359,7 @@ def _in_order(x: torch.Tensor, blocks: Blocks) -> torch.Tensor:
     """(B, heads, T, D) -> (B, heads, N * W, D): real tokens first, zeros behind them."""
     if blocks.source is None:
         return F.pad(x, (0, 0, 0, blocks.number * blocks.size - x.shape[2]))
-    return take(F.pad(x, (0, 0, 0, 1)).transpose(1, 2), blocks.source).transpose(1, 2)
+    return take_or_zero([x.transpose(1, 2)], blocks.source).transpose(1, 2)
 
 
 def _from_blocks(output: torch.Tensor, blocks: Blocks, shape: tuple[int, int]) -> torch.Tensor:
@@ -368,4 +368,4 @@ def _from_blocks(output: torch.Tensor, blocks: Blocks, shape: tuple[int, int]) -
         output = output.unflatten(2, (shape[0], -1)).movedim(2, 0).flatten(1, 2)
         return output[:, : shape[1]]
     output = output.unflatten(0, (-1, blocks.number)).flatten(1, 2)
-    return take(F.pad(output, (0, 0, 0, 0, 0, 1)), blocks.place)
+    return take_or_zero([output], blocks.place)

@@ -12,7 +12,15 @@ from typing import NamedTuple
 import torch
 
 from .attention_layout import AttentionLayout
-from .token_layout import TensorTable, TokenDocuments, TokenLayout, exclusive_cumsum, take
+from .token_layout import (
+    TensorTable,
+    TokenDocuments,
+    TokenLayout,
+    columns_by_place,
+    exclusive_cumsum,
+    round_up,
+    take_or_zero,
+)
 
 
 # Steps in which room for kept keys grows.
@@ -59,14 +67,14 @@ class SegmentPlan(TensorTable):
     def cut(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """(B, T, C) -> (B, n, C) for each piece, zeros where there is no token."""
         if self.columns is not None:
-            x = take(torch.cat([x, torch.zeros_like(x[:, :1])], 1), self.columns)
+            x = take_or_zero([x], self.columns)
         return x.split(self.lengths, 1)
 
     def join(self, pieces: list[torch.Tensor]) -> torch.Tensor:
         """The pieces' results (B, n, ...) -> (B, T, ...), zeros at masked columns."""
         if self.place is None:
             return torch.cat(pieces, 1)
-        return take(torch.cat([*pieces, torch.zeros_like(pieces[0][:, :1])], 1), self.place)
+        return take_or_zero(pieces, self.place)
 
 
 @dataclass(frozen=True)
@@ -78,7 +86,10 @@ class SegmentOptions:
     num_persistent: int
     implementation: str
 
-    def attention(self, shape, device, count, num_kept: int, kept_later: int = 0, mask=None) -> AttentionLayout:
+    def attention(
+        self, shape, device, count, num_kept: int, kept_later: int = 0, memory: TokenLayout | None = None
+    ) -> AttentionLayout:
+        """``memory``: the piece's other layout, which has counted its tokens; None where all rows are alike."""
         return AttentionLayout.build(
             tuple(shape),
             device,
@@ -88,8 +99,8 @@ class SegmentOptions:
             count=count,
             num_kept=num_kept,
             kept_later=kept_later,
-            mask=mask,
-            documents=None if mask is None else TokenDocuments.count(mask, None),
+            mask=None if memory is None else memory.mask,
+            documents=None if memory is None else memory.documents,
             is_segment=True,
         )
 
@@ -121,30 +132,31 @@ def plan_segments(
         return _alike_rows(options, shape, count, position_embeddings)
     tokens = _locate(options.segment_length, shape, count, mask, document_starts)
     facts = _facts(tokens, options.segment_length, options.chunk_size)
-    columns, place = _columns(tokens, [fact.length for fact in facts])
-    cos_sin = [torch.cat([t, torch.zeros_like(t[:, :1])], 1).expand(shape[0], -1, -1) for t in position_embeddings]
-    pieces, begin, num_kept = [], 0, _places(num_kept, options.segment_length)
+    lengths = tuple(fact.length for fact in facts)
+    columns, place = _columns(tokens, lengths)
+    masks = (columns < shape[1]).split(lengths, 1)
+    cos_sin = [take_or_zero([t.expand(shape[0], -1, -1)], columns).split(lengths, 1) for t in position_embeddings]
+    pieces, num_kept = [], _places(num_kept, options.segment_length)
     for n, fact in enumerate(facts):
-        piece_columns = columns[:, begin : begin + fact.length]
-        piece_mask, before = piece_columns < shape[1], tokens.before[:, n]
-        attention = options.attention(piece_mask.shape, mask.device, before, num_kept, fact.num_kept, piece_mask)
+        before = tokens.before[:, n]
+        memory = options.memory(before, masks[n])
         pieces.append(
             SegmentPiece(
-                piece_mask,
+                masks[n],
                 tokens.restart[:, n] if fact.restarts else None,
                 tokens.closed[:, n] if fact.closes else False,
-                options.memory(before, piece_mask),
-                attention,
-                tuple(take(t, piece_columns) for t in cos_sin),
+                memory,
+                options.attention(masks[n].shape, mask.device, before, num_kept, fact.num_kept, memory),
+                tuple(t[n] for t in cos_sin),
             )
         )
-        begin, num_kept = begin + fact.length, fact.num_kept
-    return SegmentPlan(tuple(pieces), tuple(fact.length for fact in facts), columns, place)
+        num_kept = fact.num_kept
+    return SegmentPlan(tuple(pieces), lengths, columns, place)
 
 
 def _places(num_kept: int, segment_length: int) -> int:
     """Places for kept keys where rows differ: in steps, so that rows are computed alike whatever is beside them."""
-    return min(-(-max(num_kept, 1) // PLACES) * PLACES, segment_length - 1)
+    return min(round_up(max(num_kept, 1), PLACES), segment_length - 1)
 
 
 class _Tokens(NamedTuple):
@@ -220,20 +232,16 @@ def _facts(tokens: _Tokens, segment_length: int, chunk_size: int) -> list[_Fact]
     most, facts = min(segment_length, tokens.mask.shape[1]), []
     for length, kept, restarts, closes in table:
         if length or not facts:
-            length = min(-(-max(length, 1) // chunk_size) * chunk_size, most)
+            length = min(round_up(max(length, 1), chunk_size), most)
             facts.append(_Fact(length, _places(kept, segment_length), bool(restarts), bool(closes)))
     return facts
 
 
-def _columns(tokens: _Tokens, lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+def _columns(tokens: _Tokens, lengths: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
     """See `SegmentPlan`."""
-    batch_size, num_columns = tokens.mask.shape
-    device, total = tokens.mask.device, sum(lengths)
-    begin = torch.tensor([0, *lengths], device=device).cumsum(0)
-    place = (begin[tokens.piece] + tokens.index).masked_fill(~tokens.mask, total)
-    columns = torch.full((batch_size, total + 1), num_columns, device=device)
-    columns.scatter_(1, place, torch.arange(num_columns, device=device).expand_as(place))
-    return columns[:, :-1], place
+    begin = torch.tensor([0, *lengths], device=tokens.mask.device).cumsum(0)
+    place = (begin[tokens.piece] + tokens.index).masked_fill(~tokens.mask, sum(lengths))
+    return columns_by_place(place, sum(lengths)), place
 
 
 def _alike_rows(options: SegmentOptions, shape, count: int, position_embeddings) -> SegmentPlan:

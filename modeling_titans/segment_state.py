@@ -27,17 +27,11 @@ def enter_piece(state: TitansLayerState, start: TitansLayerState | None, piece: 
     state = TitansLayerState(NeuralMemoryState(memory, state.memory.conv_tail), attention, state.segment)
     if piece.restart is None:
         return state
-    weights, momentum = (
-        _where(piece.restart, a, b)
-        for a, b in ((start.memory.memory.weights, memory.weights), (start.memory.memory.momentum, memory.momentum))
-    )
+    weights, momentum = _where(piece.restart, start.memory.memory[:2], memory[:2])
     pending = map_tensors(lambda t: _where(piece.restart, torch.zeros_like(t), t), memory.pending)
     memory = MemoryState(weights, momentum, pending, piece.memory.count)
     tail = _where(piece.restart, start.memory.conv_tail, state.memory.conv_tail)
-    segment = SegmentState(
-        _where(piece.restart, start.segment.segment_weights, state.segment.segment_weights),
-        _where(piece.restart, start.segment.conv_tail, state.segment.conv_tail),
-    )
+    segment = SegmentState(*_where(piece.restart, start.segment, state.segment))
     return TitansLayerState(NeuralMemoryState(memory, tail), state.attention, segment)
 
 

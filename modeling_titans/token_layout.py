@@ -8,10 +8,10 @@ chunks are ``chunk_size`` neighbouring slots, and a new document begins on a new
 no mask: within a chunk real tokens come first, and nothing behind the last of them is ever written or read.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import torch
-import torch.nn.functional as F
 
 
 @dataclass(frozen=True)
@@ -81,13 +81,13 @@ class SlotTable(TensorTable):
         count = torch.full_like(documents.rank[:, 0], count) if isinstance(count, int) else count
         first = torch.arange(documents.length.shape[1], device=mask.device) == 0
         length = documents.length + first * count[:, None]
-        base = exclusive_cumsum(_round_up(length, chunk_size))
+        base = exclusive_cumsum(round_up(length, chunk_size))
         last = documents.index[:, -1:]
         total = (base.gather(1, last) + length.gather(1, last)).squeeze(1)
         if documents.length.shape[1] == 1:
-            num_slots = _round_up(width + num_columns, chunk_size)
+            num_slots = round_up(width + num_columns, chunk_size)
         else:
-            num_slots = max(_round_up(int(total.max()), chunk_size), chunk_size)
+            num_slots = max(round_up(int(total.max()), chunk_size), chunk_size)
         offset = documents.rank_in_document() + torch.where(documents.index == 0, count[:, None], 0)
         slot = (base.gather(1, documents.index) + offset).masked_fill(~mask, num_slots)
 
@@ -113,14 +113,11 @@ class SlotTable(TensorTable):
 
     def to_slots(self, pending: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
         """(B, P, ...) and (B, T, ...) -> (B, S, ...); empty slots are zero."""
-        tokens = torch.cat([pending, columns], 1)
-        tokens = F.pad(tokens, (0, 0) * (tokens.dim() - 2) + (0, 1))
-        return take(tokens, self.source)
+        return take_or_zero([pending, columns], self.source)
 
     def to_columns(self, slots: torch.Tensor) -> torch.Tensor:
         """(B, S, ...) -> (B, T, ...); masked columns are zero."""
-        slots = F.pad(slots, (0, 0) * (slots.dim() - 2) + (0, 1))
-        return take(slots, self.slot)
+        return take_or_zero([slots], self.slot)
 
     def open_chunk(self, slots: torch.Tensor) -> torch.Tensor:
         """(B, S, ...) -> (B, chunk_size - 1, ...): the tokens of the chunk that stays open."""
@@ -238,9 +235,26 @@ def take(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return values[rows, index]
 
 
+def take_or_zero(parts: Sequence[torch.Tensor], index: torch.Tensor) -> torch.Tensor:
+    """As `take`, of the parts (B, ., ...) behind one another; an index behind the last one gives zero."""
+    shape = parts[0].shape
+    return take(torch.cat([*parts, parts[0].new_zeros(shape[0], 1, *shape[2:])], 1), index)
+
+
+def columns_by_place(place: torch.Tensor, number: int) -> torch.Tensor:
+    """place (B, T) of each column -> (B, number) the column at each place, T where there is none.
+
+    A column that has no place says ``number``.
+    """
+    batch_size, num_columns = place.shape
+    columns = torch.full((batch_size, number + 1), num_columns, device=place.device)
+    columns.scatter_(1, place, torch.arange(num_columns, device=place.device).expand_as(place))
+    return columns[:, :-1]
+
+
 def exclusive_cumsum(x: torch.Tensor) -> torch.Tensor:
     return x.cumsum(1) - x
 
 
-def _round_up(x, multiple: int):
+def round_up(x, multiple: int):
     return (x + multiple - 1) // multiple * multiple
