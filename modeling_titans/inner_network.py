@@ -9,18 +9,21 @@ The gradient of l with respect to W_l is a sum over tokens of outer products a_l
 the back-propagated error g_l; these *factors* are all that is ever computed, the gradient itself is not formed.
 
 Shapes: G rows times heads, b tokens, D_l width of layer l's input; weights (G, D_l, D_{l+1}), tokens (G, b, D_l).
-Every function also takes a leading chunk dimension on all its tensors.
 """
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
+from .state_pair import Products
 
-_SQRT_2_OVER_PI = math.sqrt(2.0 / math.pi)
-_CUBIC = 0.044715
+
+# gelu(z) = z sigmoid(w), w = z (_LINEAR + _CUBIC z^2): the tanh form, with one sigmoid where tanh costs several.
+_LINEAR = 2 * math.sqrt(2.0 / math.pi)
+_CUBIC = 0.044715 * _LINEAR
 
 
 class InnerNetwork(NamedTuple):
@@ -30,30 +33,41 @@ class InnerNetwork(NamedTuple):
         residual: whether M(x) contains x.
         norm_weight, norm_bias: LN's scale and shift, (G, 1, D), or None: no LN.
         norm_eps: LN's epsilon.
+        products: how matrix products are taken.
     """
 
     residual: bool
     norm_weight: torch.Tensor | None
     norm_bias: torch.Tensor | None
     norm_eps: float
+    products: Products
 
 
 class Normalized(NamedTuple):
-    """A layer normalisation's intermediate values: x_hat (..., D) and 1 / sigma (..., 1)."""
+    """A layer normalisation's values: x_hat (..., D) and 1 / sigma (..., 1)."""
 
     x_hat: torch.Tensor
     rstd: torch.Tensor
 
     @classmethod
-    def of(cls, x: torch.Tensor, eps: float) -> "Normalized":
-        centered = x - x.mean(-1, keepdim=True)
-        rstd = torch.rsqrt(centered.square().mean(-1, keepdim=True) + eps)
-        return cls(centered * rstd, rstd)
+    def of(cls, f: torch.Tensor, eps: float) -> "Normalized":
+        x_hat, _, rstd = torch.native_layer_norm(f, f.shape[-1:], None, None, eps)
+        return cls(x_hat, rstd)
 
     def jacobian(self, y: torch.Tensor) -> torch.Tensor:
-        """d x_hat / d x applied to y: the matrix is symmetric, so forward and backward are this one operator."""
-        projected = y - y.mean(-1, keepdim=True) - self.x_hat * (y * self.x_hat).mean(-1, keepdim=True)
-        return self.rstd * projected
+        """d x_hat / d f applied to y: the matrix is symmetric, so forward and backward are this one operator."""
+        # LN's own backward, told that x_hat is its input: half the rounding error of what it computes from f.
+        mean, rstd, mask = torch.zeros_like(self.rstd), torch.ones_like(self.rstd), [True, False, False]
+        backward = torch.ops.aten.native_layer_norm_backward
+        return backward(y, self.x_hat, y.shape[-1:], mean, rstd, None, None, mask)[0] * self.rstd
+
+
+class Hidden(NamedTuple):
+    """A hidden layer's activation gelu(z), its slope and its curvature, as far as they are needed."""
+
+    value: torch.Tensor
+    slope: torch.Tensor | None
+    curvature: torch.Tensor | None
 
 
 class Factors(NamedTuple):
@@ -62,7 +76,7 @@ class Factors(NamedTuple):
     Attributes:
         a: inputs of the layers, a[0] = k; a[l] (G, b, D_l).
         g: errors of the layers, d loss / d z_l, g[l] (G, b, D_{l+1}).
-        z: pre-activations of the hidden layers.
+        hidden: the hidden layers' activations.
         p: errors of the hidden layers before the activation's slope, g[l] = p[l] * gelu'(z[l]).
         norm: LN's intermediate values, or None.
         error: d loss / d M(k), (G, b, D).
@@ -70,7 +84,7 @@ class Factors(NamedTuple):
 
     a: list[torch.Tensor]
     g: list[torch.Tensor]
-    z: list[torch.Tensor]
+    hidden: list[Hidden]
     p: list[torch.Tensor]
     norm: Normalized | None
     error: torch.Tensor
@@ -80,21 +94,37 @@ def gelu(z: torch.Tensor) -> torch.Tensor:
     return F.gelu(z, approximate="tanh")
 
 
-def gelu_slope(z: torch.Tensor) -> torch.Tensor:
-    """gelu'(z)."""
-    tanh = torch.tanh(_SQRT_2_OVER_PI * (z + _CUBIC * z * z * z))
-    inner = _SQRT_2_OVER_PI * (1 + 3 * _CUBIC * z * z)
-    return 0.5 * (1 + tanh + z * (1 - tanh * tanh) * inner)
+def gelu_alone(z: torch.Tensor) -> Hidden:
+    """gelu(z); like the next two, not for autograd: written over its own intermediate values."""
+    return Hidden(_gate(z).mul_(z), None, None)
 
 
-def gelu_slope_and_curvature(z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """gelu'(z) and gelu''(z)."""
-    tanh = torch.tanh(_SQRT_2_OVER_PI * (z + _CUBIC * z * z * z))
-    inner = _SQRT_2_OVER_PI * (1 + 3 * _CUBIC * z * z)
-    sech2 = 1 - tanh * tanh
-    slope = 0.5 * (1 + tanh + z * sech2 * inner)
-    curvature = sech2 * (inner + 0.5 * z * (6 * _SQRT_2_OVER_PI * _CUBIC * z - 2 * tanh * inner * inner))
-    return slope, curvature
+def gelu_and_slope(z: torch.Tensor) -> Hidden:
+    """gelu(z) and gelu'(z)."""
+    s = _gate(z)
+    s_slope = torch.addcmul(s, s, s, value=-1).mul_(_gate_slope(z))
+    return Hidden(z * s, torch.addcmul(s, z, s_slope), None)
+
+
+def gelu_slope_and_curvature(z: torch.Tensor) -> Hidden:
+    """gelu(z), gelu'(z) and gelu''(z)."""
+    s, w_slope = _gate(z), _gate_slope(z)
+    s_slope = torch.addcmul(s, s, s, value=-1).mul_(w_slope)
+    value, slope = z * s, torch.addcmul(s, z, s_slope)
+    # gelu'' = 2 s' + z s'' with s'' = s' ((1 - 2 s) w' + w'' / w'), and z w'' = 2 (w' - _LINEAR).
+    bend = torch.addcmul(w_slope, w_slope, s, value=-2).mul_(z)
+    bend.add_(4).add_(w_slope.reciprocal_(), alpha=-2 * _LINEAR)
+    return Hidden(value, slope, bend.mul_(s_slope))
+
+
+def _gate(z: torch.Tensor) -> torch.Tensor:
+    """sigmoid(w)."""
+    return (z * z).mul_(_CUBIC).add_(_LINEAR).mul_(z).sigmoid_()
+
+
+def _gate_slope(z: torch.Tensor) -> torch.Tensor:
+    """w'."""
+    return (z * z).mul_(3 * _CUBIC).add_(_LINEAR)
 
 
 def output_of(network: InnerNetwork, x: torch.Tensor, f: torch.Tensor) -> tuple[torch.Tensor, Normalized | None]:
@@ -106,29 +136,45 @@ def output_of(network: InnerNetwork, x: torch.Tensor, f: torch.Tensor) -> tuple[
     return (x + f if network.residual else f), norm
 
 
-def inner_gradient(network: InnerNetwork, weights: list[torch.Tensor], k: torch.Tensor, v: torch.Tensor) -> Factors:
-    """The factors of u_t = grad_W |M_W(k_t) - v_t|^2 for each token at the given weights."""
-    a, z = [k], []
-    for layer, w in enumerate(weights):
-        z.append(a[-1] @ w)
-        if layer + 1 < len(weights):
-            a.append(gelu(z[-1]))
-    output, norm = output_of(network, k, z.pop())
+def inner_gradient(
+    network: InnerNetwork,
+    weights: list[torch.Tensor],
+    k: torch.Tensor,
+    v: torch.Tensor,
+    activate: Callable[[torch.Tensor], Hidden] = gelu_and_slope,
+) -> Factors:
+    """The factors of u_t = grad_W |M_W(k_t) - v_t|^2 for each token at the given weights.
+
+    Args:
+        weights: per layer, as products take them.
+        activate: what a hidden layer does; the default serves where the factors are not differentiated.
+    """
+    mm, a, hidden = network.products.mm, [k], []
+    for w in weights[:-1]:
+        hidden.append(activate(mm(a[-1], w)))
+        a.append(hidden[-1].value)
+    output, norm = output_of(network, k, mm(a[-1], weights[-1]))
     error = 2 * (output - v)
     g = [error if norm is None else norm.jacobian(error * network.norm_weight)]
     p = []
-    for w, z_l in zip(reversed(weights[1:]), reversed(z), strict=True):
-        p.insert(0, g[0] @ w.mT)
-        g.insert(0, p[0] * gelu_slope(z_l))
-    return Factors(a, g, z, p, norm, error)
+    for w, layer in zip(reversed(weights[1:]), reversed(hidden), strict=True):
+        p.insert(0, mm(g[0], w.mT))
+        g.insert(0, p[0] * layer.slope)
+    return Factors(a, g, hidden, p, norm, error)
 
 
 class InnerAdjoint(NamedTuple):
-    """Gradients of an outer loss through `inner_gradient`; the norm's are summed over tokens, (G, 1, D) or None."""
+    """Gradients of an outer loss through `inner_gradient`.
+
+    Attributes:
+        k, v: (G, b, D).
+        weights: per layer the pairs (x, r) of whose x^T r the gradient of W is the sum.
+        norm_weight, norm_bias: summed over tokens, (G, 1, D) or None.
+    """
 
     k: torch.Tensor
     v: torch.Tensor
-    weights: list[torch.Tensor]
+    weights: list[list[tuple[torch.Tensor, torch.Tensor]]]
     norm_weight: torch.Tensor | None
     norm_bias: torch.Tensor | None
 
@@ -143,30 +189,28 @@ def inner_gradient_adjoint(
     """Back-propagates through the inner gradient (hence second derivatives of M).
 
     Args:
-        a_bar, g_bar: gradients of the outer loss with respect to the factors.
+        factors: computed with `gelu_slope_and_curvature`.
+        a_bar, g_bar: gradients of the outer loss with respect to the factors; they are overwritten.
     """
-    a_bar, g_bar = list(a_bar), list(g_bar)
-    w_bar: list[torch.Tensor] = [None] * len(weights)
-    z_bar, slopes = [], []
+    add_ = network.products.add_
+    updates: list[list] = [[] for _ in weights]
+    z_bar = []
     # Upwards through g_l = (g_{l+1} W_{l+1}^T) * gelu'(z_l).
-    for layer, (z_l, p_l) in enumerate(zip(factors.z, factors.p, strict=True)):
-        slope, curvature = gelu_slope_and_curvature(z_l)
-        slopes.append(slope)
-        z_bar.append(g_bar[layer] * p_l * curvature)
-        p_bar = g_bar[layer] * slope
-        w_bar[layer + 1] = p_bar.mT @ factors.g[layer + 1]
-        g_bar[layer + 1] = g_bar[layer + 1] + p_bar @ weights[layer + 1]
+    for layer, (hidden, p) in enumerate(zip(factors.hidden, factors.p, strict=True)):
+        z_bar.append(g_bar[layer] * (p * hidden.curvature))
+        p_bar = g_bar[layer].mul_(hidden.slope)
+        updates[layer + 1].append((p_bar, factors.g[layer + 1]))
+        add_(g_bar[layer + 1], p_bar, weights[layer + 1])
     top = _error_adjoint(network, factors, g_bar[-1])
     # Downwards through z_l = a_l W_l, a_{l+1} = gelu(z_l).
     z_bar.append(top.f_bar)
     for layer in reversed(range(len(weights))):
-        update = factors.a[layer].mT @ z_bar[layer]
-        w_bar[layer] = update if w_bar[layer] is None else w_bar[layer] + update
-        a_bar[layer] = a_bar[layer] + z_bar[layer] @ weights[layer].mT
+        updates[layer].append((factors.a[layer], z_bar[layer]))
+        add_(a_bar[layer], z_bar[layer], weights[layer].mT)
         if layer:
-            z_bar[layer - 1] = z_bar[layer - 1] + a_bar[layer] * slopes[layer - 1]
+            z_bar[layer - 1].addcmul_(a_bar[layer], factors.hidden[layer - 1].slope)
     k_bar = a_bar[0] + top.output_bar if network.residual else a_bar[0]
-    return InnerAdjoint(k_bar, -top.output_bar, w_bar, top.norm_weight, top.norm_bias)
+    return InnerAdjoint(k_bar, -top.output_bar, updates, top.norm_weight, top.norm_bias)
 
 
 class _ErrorAdjoint(NamedTuple):
@@ -185,10 +229,15 @@ def _error_adjoint(network: InnerNetwork, factors: Factors, g_bar: torch.Tensor)
     scaled_bar = norm.jacobian(g_bar)
     output_bar = 2 * scaled_bar * network.norm_weight
     # g_L depends on f directly through the error, and through x_hat and 1 / sigma in LN's Jacobian.
-    x_hat_bar = output_bar * network.norm_weight - norm.rstd * (
-        g_bar * (scaled * norm.x_hat).mean(-1, keepdim=True) + scaled * (g_bar * norm.x_hat).mean(-1, keepdim=True)
-    )
-    rstd_bar = (g_bar * factors.g[-1]).mean(-1, keepdim=True)
-    f_bar = norm.jacobian(x_hat_bar) - rstd_bar * norm.rstd * norm.x_hat
+    weight = norm.rstd / g_bar.shape[-1]
+    x_hat_bar = output_bar * network.norm_weight
+    x_hat_bar.addcmul_(g_bar, weight * _dot(scaled, norm.x_hat), value=-1)
+    x_hat_bar.addcmul_(scaled, weight * _dot(g_bar, norm.x_hat), value=-1)
+    f_bar = norm.jacobian(x_hat_bar).addcmul_(norm.x_hat, weight * _dot(g_bar, factors.g[-1]), value=-1)
     weight_bar = (scaled_bar * factors.error + output_bar * norm.x_hat).sum(-2, keepdim=True)
     return _ErrorAdjoint(f_bar, output_bar, weight_bar, output_bar.sum(-2, keepdim=True))
+
+
+def _dot(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """(..., D) each -> (..., 1)."""
+    return torch.linalg.vecdot(x, y).unsqueeze(-1)

@@ -7,8 +7,9 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from .chunk_scan import ScanInputs, ScanOptions, chunk_scan
+from .chunk_scan import chunk_scan
 from .memory_state import MemoryState, PendingTokens
+from .scan_inputs import ScanInputs, ScanOptions
 from .token_layout import TokenLayout
 
 

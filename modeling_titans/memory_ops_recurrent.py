@@ -2,11 +2,60 @@
 # SPDX-License-Identifier: Apache-2.0
 """The neural memory one token at a time, as the equations stand: slow, and what the fast forms are held against."""
 
+import math
+
 import torch
 
-from .inner_network import InnerNetwork, gelu, inner_gradient, output_of
+from .inner_network import gelu
 from .memory_ops_chunked import MemoryCall, MemoryResult
 from .memory_state import MemoryState, PendingTokens
+
+
+class _Network:
+    """M and the gradient of its inner loss (Titans, eq. 12), plainly: autograd differentiates what stands here.
+
+    Tokens are (B, H, 1, D), weights (B, H, D_in, D_out).
+    """
+
+    def __init__(self, call: MemoryCall):
+        self.residual, self.eps = call.residual, call.norm_eps
+        self.scale, self.shift = (None if t is None else t.unsqueeze(1) for t in (call.norm_weight, call.norm_bias))
+
+    def output(self, weights, x: torch.Tensor) -> tuple[list, list, tuple | None, torch.Tensor]:
+        """The layers' inputs, their results, LN's x_hat and 1 / sigma, and M(x)."""
+        inputs, results, norm = [x], [], None
+        for layer, w in enumerate(weights):
+            if layer:
+                inputs.append(gelu(results[-1]))
+            results.append(inputs[-1] @ w)
+        y = results[-1]
+        if self.scale is not None:
+            centered = y - y.mean(-1, keepdim=True)
+            rstd = torch.rsqrt(centered.square().mean(-1, keepdim=True) + self.eps)
+            norm = centered * rstd, rstd
+            y = norm[0] * self.scale + self.shift
+        return inputs, results, norm, x + y if self.residual else y
+
+    def factors(self, weights, k: torch.Tensor, v: torch.Tensor) -> tuple[list, list, torch.Tensor]:
+        """The layers' inputs a and back-propagated errors g, and the error d loss / d M(k)."""
+        inputs, results, norm, y = self.output(weights, k)
+        error = 2 * (y - v)
+        g = error
+        if norm is not None:
+            x_hat, rstd = norm
+            scaled = error * self.scale
+            along = x_hat * (scaled * x_hat).mean(-1, keepdim=True)
+            g = rstd * (scaled - scaled.mean(-1, keepdim=True) - along)
+        errors = [g]
+        for w, z in zip(reversed(weights[1:]), reversed(results[:-1]), strict=True):
+            errors.insert(0, errors[0] @ w.mT * _gelu_slope(z))
+        return inputs, errors, error
+
+
+def _gelu_slope(z: torch.Tensor) -> torch.Tensor:
+    scale = math.sqrt(2 / math.pi)
+    tanh = torch.tanh(scale * (z + 0.044715 * z * z * z))
+    return 0.5 * (1 + tanh + z * (1 - tanh * tanh) * scale * (1 + 3 * 0.044715 * z * z))
 
 
 class _Walk:
@@ -14,11 +63,11 @@ class _Walk:
 
     def __init__(self, call: MemoryCall):
         self.call = call
-        norm = [None if t is None else t.unsqueeze(1) for t in (call.norm_weight, call.norm_bias)]
-        self.network = InnerNetwork(call.residual, *norm, call.norm_eps)
+        batch_size = call.q.shape[0]
+        self.network = _Network(call)
         self.weights, self.momentum = list(call.state.weights), list(call.state.momentum)
         self.anchor, self.anchor_momentum = self.weights, self.momentum
-        self.position = torch.zeros(call.q.shape[0], dtype=torch.long, device=call.q.device)
+        self.position = torch.zeros(batch_size, dtype=torch.long, device=call.q.device)
         self.chunk_gates = [torch.zeros_like(gate[:, 0]) for gate in call.tokens[2:]]
 
     def restart(self, rows: torch.Tensor) -> None:
@@ -31,12 +80,12 @@ class _Walk:
 
     def write(self, k, v, theta, alpha, eta, real: torch.Tensor) -> torch.Tensor:
         """One token (B, H, ...) in the rows where it is real; returns its inner loss (B, H)."""
-        factors = inner_gradient(self.network, self.anchor, k.unsqueeze(2), v.unsqueeze(2))
+        a, g, error = self.network.factors(self.anchor, k.unsqueeze(2), v.unsqueeze(2))
         gates = self._gates([theta, alpha, eta], real)
         theta, alpha, eta = (gate[..., None, None] for gate in gates)
         weights, momentum = [], []
-        for layer, (w, s, a, g) in enumerate(zip(self.weights, self.momentum, factors.a, factors.g, strict=True)):
-            s = eta * s - theta * (a.mT @ g)
+        for layer, (w, s, a_l, g_l) in enumerate(zip(self.weights, self.momentum, a, g, strict=True)):
+            s = eta * s - theta * (a_l.mT @ g_l)
             w = (1 - alpha) * w + s
             if self.call.forget_to_weights is not None:
                 w = w + alpha * self.call.forget_to_weights[layer]
@@ -45,7 +94,7 @@ class _Walk:
         self.weights = _where(real, weights, self.weights)
         self.momentum = _where(real, momentum, self.momentum)
         self.position = self.position + real
-        return 0.25 * factors.error.square().sum((-2, -1))
+        return 0.25 * error.square().sum((-2, -1))
 
     def _gates(self, gates: list[torch.Tensor], real: torch.Tensor) -> list[torch.Tensor]:
         """A token's own gates (B, H), or those of its chunk's first token."""
@@ -56,10 +105,7 @@ class _Walk:
         return self.chunk_gates
 
     def read(self, q: torch.Tensor) -> torch.Tensor:
-        x = z = q.unsqueeze(2)
-        for layer, w in enumerate(self.weights):
-            z = (gelu(z) if layer else z) @ w
-        return output_of(self.network, x, z)[0].squeeze(2)
+        return self.network.output(self.weights, q.unsqueeze(2))[-1].squeeze(2)
 
     def close_full_chunks(self) -> None:
         closed = self.position == self.call.chunk_size

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from .inner_network import InnerNetwork, gelu, output_of
+from .state_pair import Products
 
 
 def read_memory(
@@ -30,7 +31,7 @@ def read_memory(
     """
     dtype = torch.promote_types(q.dtype, weights[0].dtype)
     norm = [None if t is None else t.to(dtype).unsqueeze(1) for t in (norm_weight, norm_bias)]
-    network = InnerNetwork(residual, *norm, norm_eps)
+    network = InnerNetwork(residual, *norm, norm_eps, Products(None, dtype))
     # As in the op: products with a state in float32 are not to be taken in a lower precision.
     with torch.autocast(q.device.type, enabled=False):
         x = z = q.to(dtype).transpose(1, 2)

@@ -1,0 +1,229 @@
+# Copyright 2026 The transformers-titans authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The forward of the chunked scan: writes chunks one after another, and reads the chunks of a span at once.
+
+Shapes: N chunks of the scan, n of a span, G rows times heads, b tokens in a chunk of which b_q are read, D head
+dimension. A layer's state is the pair X that `state_pair` describes.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from .chunk_coefficients import EndCoefficients, chunk_coefficients
+from .inner_network import Factors, Hidden, InnerNetwork, Normalized, gelu_alone, inner_gradient, output_of
+from .scan_inputs import ScanInputs, ScanOptions
+from .state_pair import Products, StatePair
+
+
+# Elements of a hidden layer whose values are alive together: enough for an operation to be worth its call, few enough
+# to stay in a core's cache. An accelerator wants as many as memory allows.
+CPU_ELEMENTS, ACCELERATOR_CHUNKS = 2**17, 16
+
+
+class Scan:
+    """What the spans of a scan have in common."""
+
+    def __init__(self, inputs: ScanInputs, options: ScanOptions):
+        self.inputs, self.options = inputs, options
+        self.products = Products(options.products, inputs.theta.dtype)
+        self.pairs = [StatePair(w.shape[-2] > w.shape[-1]) for w in inputs.weights]
+        self.forget_to, self.start = None, None
+        self._networks: dict[int, InnerNetwork] = {}
+        if inputs.forget_to is not None:
+            self.forget_to = [pair.oriented(w) for pair, w in zip(self.pairs, inputs.forget_to, strict=True)]
+        if inputs.start_weights is not None:
+            self.start = self.join(inputs.start_weights, inputs.start_momentum)
+
+    def join(self, weights, momentum) -> list[torch.Tensor]:
+        return [pair.join(w, s) for pair, w, s in zip(self.pairs, weights, momentum, strict=True)]
+
+    def split(self, state: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Pairs -> weights of each layer, then momentum of each layer."""
+        halves = [pair.weights(x) for pair, x in zip(self.pairs, state, strict=True)]
+        halves += [pair.momentum(x) for pair, x in zip(self.pairs, state, strict=True)]
+        return [half.contiguous() for half in halves]
+
+    def spans(self) -> list[slice]:
+        """The chunks of each span."""
+        num_chunks, rows, length = self.inputs.k.shape[:3]
+        size = ACCELERATOR_CHUNKS
+        if self.inputs.k.device.type == "cpu":
+            width = max(w.shape[-1] for w in self.inputs.weights)
+            size = min(max(CPU_ELEMENTS // (rows * length * width), 1), ACCELERATOR_CHUNKS)
+        return [slice(begin, min(begin + size, num_chunks)) for begin in range(0, num_chunks, size)]
+
+    def network(self, num_chunks: int) -> InnerNetwork:
+        """The memory network for tokens of ``num_chunks`` chunks, (n * G, b, D)."""
+        if num_chunks not in self._networks:
+            network = self.inputs.network(self.options)
+            if num_chunks > 1 and network.norm_weight is not None:
+                norm = [t.repeat(num_chunks, 1, 1) for t in (network.norm_weight, network.norm_bias)]
+                network = network._replace(norm_weight=norm[0], norm_bias=norm[1])
+            self._networks[num_chunks] = network
+        return self._networks[num_chunks]
+
+    def restarts(self, at: slice) -> list[int]:
+        """The chunks of a span, counted in the span, before which a row restarts."""
+        return [n for n in range(at.stop - at.start) if at.start + n in self.options.restart_at]
+
+
+class Ends(NamedTuple):
+    """`EndCoefficients` as the update takes them, chunk by chunk.
+
+    Attributes:
+        c, d, m: per chunk (G, 1, 1).
+        written: A and E, per chunk (G, b, 2).
+    """
+
+    c: tuple[torch.Tensor, ...]
+    d: tuple[torch.Tensor, ...]
+    m: tuple[torch.Tensor, ...]
+    written: tuple[torch.Tensor, ...]
+
+    @classmethod
+    def of(cls, end: EndCoefficients) -> "Ends":
+        scalars = (x[..., None, None].unbind(0) for x in (end.c, end.d, end.m))
+        return cls(*scalars, torch.stack([end.A, end.E], -1).unbind(0))
+
+    def mix(self, n: int, x: torch.Tensor, out: torch.Tensor) -> None:
+        """Puts [c W + d S; m S] of x = [W; S] into ``out``."""
+        (w, s), (w_out, s_out) = x.chunk(2, -2), out.chunk(2, -2)
+        torch.mul(w, self.c[n], out=w_out)
+        w_out.addcmul_(s, self.d[n])
+        torch.mul(s, self.m[n], out=s_out)
+
+
+def scan_forward(inputs: ScanInputs, options: ScanOptions, keep: bool):
+    """Span by span, so that what a span needs in between does not grow with the number of chunks.
+
+    Returns:
+        [output, weights and momentum (if written), surprise (if asked for)], and with ``keep`` for each span the pairs
+        at its chunks' starts, per layer (n, G, 2 * narrow, wide).
+    """
+    scan = Scan(inputs, options)
+    state, spans = scan.join(inputs.weights, inputs.momentum), scan.spans()
+    outputs, surprises, kept = [], [], []
+    starts = [x.unsqueeze(0) for x in state] if spans[0].stop == 1 else _new_starts(state, spans[0].stop)
+    if spans[0].stop > 1:
+        for slot, x in zip(starts, state, strict=True):
+            slot[0] = x
+    for at, following in zip(spans, [*spans[1:], slice(0, 1)], strict=True):
+        after = _new_starts(state, following.stop - following.start) if options.write else starts
+        output, surprise = _forward_span(scan, at, starts, [slot[0] for slot in after])
+        outputs.append(output)
+        surprises.append(surprise)
+        if keep:
+            kept.append(starts)
+        starts = after
+    results = [outputs[0] if len(outputs) == 1 else torch.cat(outputs)]
+    if options.write:
+        results += scan.split([slot[0] for slot in starts])
+    if options.surprise:
+        results.append(torch.cat(surprises))
+    return results, kept
+
+
+def _new_starts(state: list[torch.Tensor], num_chunks: int) -> list[torch.Tensor]:
+    """Room for the pairs at the starts of a span's chunks; one block a span, which an allocator can use again."""
+    return [x.new_empty(num_chunks, *x.shape) for x in state]
+
+
+def _forward_span(scan: Scan, at: slice, starts: list[torch.Tensor], after: list[torch.Tensor]):
+    """Writes a span's chunks, each into the next one's start and the last one into ``after``, then reads them all."""
+    inputs, options, products = scan.inputs.slice_chunks(at.start, at.stop), scan.options, scan.products
+    coefficients = chunk_coefficients(inputs.theta, inputs.alpha, inputs.eta, inputs.q.shape[-2], inputs.full)
+    ends, network, num_chunks = Ends.of(coefficients.end), scan.network(1), at.stop - at.start
+    restarts, kept = scan.restarts(at), []
+    states = [[slot[n] for slot in starts] for n in range(num_chunks)] + [after]
+    for n in range(num_chunks):
+        if n in restarts:
+            _restart(scan, inputs.restart[n], states[n])
+        weights = [pair.weights(products.operand(x)) for pair, x in zip(scan.pairs, states[n], strict=True)]
+        kept.append(inner_gradient(network, weights, inputs.k[n], inputs.v[n]))
+        if options.write:
+            _update(scan, ends, n, states[n], kept[-1], states[n + 1])
+    a, g = (_join_chunks([factors[i] for factors in kept]) for i in (0, 1))
+    operands = [products.operand(slot.flatten(0, 1)) for slot in starts]
+    terms = ReadTerms.of(scan, inputs, coefficients.read)
+    output = read(scan, scan.network(num_chunks), terms, operands, a, g).output
+    surprise = torch.stack([0.25 * f.error.square().sum(-1) for f in kept]) if options.surprise else None
+    return output.unflatten(0, (num_chunks, -1)), surprise
+
+
+def _join_chunks(per_chunk: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+    """By chunk, lists of (G, ...) -> a list of (n * G, ...)."""
+    return per_chunk[0] if len(per_chunk) == 1 else [torch.cat(chunks) for chunks in zip(*per_chunk, strict=True)]
+
+
+def _restart(scan: Scan, restart: torch.Tensor, state: list[torch.Tensor]) -> None:
+    for start, x in zip(scan.start, state, strict=True):
+        x.copy_(torch.where(restart[:, None, None], start, x))
+
+
+def _update(scan: Scan, ends: Ends, n: int, state: list, factors: Factors, after: list) -> None:
+    """Puts the state behind chunk n into ``after``."""
+    for layer, (pair, x, x_after) in enumerate(zip(scan.pairs, state, after, strict=True)):
+        ends.mix(n, x, x_after)
+        left, right = pair.outer(factors.a[layer], factors.g[layer], ends.written[n])
+        scan.products.add_(x_after, left.mT, right, alpha=-1)
+        if scan.forget_to is not None:
+            x_after.chunk(2, -2)[0].addcmul_(scan.forget_to[layer], 1 - ends.c[n])
+
+
+class ReadTerms(NamedTuple):
+    """What a read takes beside the state, chunks and rows in one dimension.
+
+    Attributes:
+        q: (n * G, b_q, D).
+        coefficients: c and d, (n * G, b_q, 2).
+        minus_A: (n * G, b_q, b).
+        forget_to: per layer (n * G, D_in, D_out), or None.
+    """
+
+    q: torch.Tensor
+    coefficients: torch.Tensor
+    minus_A: torch.Tensor
+    forget_to: list[torch.Tensor] | None
+
+    @classmethod
+    def of(cls, scan: Scan, inputs: ScanInputs, coefficients) -> "ReadTerms":
+        both = torch.stack([coefficients.c, coefficients.d], -1)
+        start = inputs.forget_to
+        if start is not None:
+            start = [scan.products.operand(w).repeat(inputs.k.shape[0], 1, 1) for w in start]
+        return cls(inputs.q.flatten(0, 1), both.flatten(0, 1), coefficients.A.flatten(0, 1).neg(), start)
+
+    @property
+    def forgotten(self) -> torch.Tensor:
+        """(n * G, b_q, 1)."""
+        return 1 - self.coefficients[..., :1]
+
+
+class Read(NamedTuple):
+    """What a read leaves for its adjoint: layer inputs x, scores x a^T, activations, what the pairs kept, LN, M."""
+
+    x: list[torch.Tensor]
+    scores: list[torch.Tensor]
+    hidden: list[Hidden]
+    kept: list[torch.Tensor]
+    norm: Normalized | None
+    output: torch.Tensor
+
+
+def read(scan: Scan, network: InnerNetwork, terms: ReadTerms, state, a, g, activate=gelu_alone) -> Read:
+    """M_{W_t}(q_t) for all chunks at once: per layer, one product with the state and one masked b_q x b attention."""
+    products = scan.products
+    x, scores, hidden, kept = [terms.q], [], [], []
+    for layer, pair in enumerate(scan.pairs):
+        scores.append(products.mm(x[-1], a[layer].mT))
+        z, kept_by_pair = pair.apply(products, x[-1], terms.coefficients, state[layer])
+        products.add_(z, terms.minus_A * scores[-1], g[layer])
+        if terms.forget_to is not None:
+            products.add_(z, terms.forgotten * x[-1], terms.forget_to[layer])
+        kept.append(kept_by_pair)
+        if layer + 1 < len(scan.pairs):
+            hidden.append(activate(z))
+            x.append(hidden[-1].value)
+    output, norm = output_of(network, terms.q, z)
+    return Read(x, scores, hidden, kept, norm, output)

@@ -1,0 +1,90 @@
+# Copyright 2026 The transformers-titans authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The tensors and options of a scan over chunks, and what comes of it: what every implementation of a scan takes.
+
+Shapes: N chunks, G rows times heads, b tokens in a chunk of which b_q are read, D head dimension.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from .inner_network import InnerNetwork
+from .state_pair import Products
+
+
+class ScanOptions(NamedTuple):
+    """Static facts of a scan: see `chunk_scan`."""
+
+    depth: int
+    residual: bool
+    norm_eps: float
+    write: bool
+    restart_at: frozenset[int]
+    surprise: bool
+    products: torch.dtype | None = None
+
+
+class ScanInputs(NamedTuple):
+    """The tensors of a scan; see `chunk_scan`. Optional ones are None."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    theta: torch.Tensor
+    alpha: torch.Tensor
+    eta: torch.Tensor
+    full: torch.Tensor | None
+    restart: torch.Tensor | None
+    norm_weight: torch.Tensor | None
+    norm_bias: torch.Tensor | None
+    weights: tuple[torch.Tensor, ...]
+    momentum: tuple[torch.Tensor, ...]
+    forget_to: tuple[torch.Tensor, ...] | None
+    start_weights: tuple[torch.Tensor, ...] | None
+    start_momentum: tuple[torch.Tensor, ...] | None
+
+    def flatten(self) -> list[torch.Tensor | None]:
+        # A list first: older compilers cannot slice a named tuple.
+        fields = list(self)
+        flat = fields[:10]
+        for group in fields[10:]:
+            flat.extend(group if group is not None else [None] * len(self.weights))
+        return flat
+
+    @classmethod
+    def unflatten(cls, flat, depth: int) -> "ScanInputs":
+        groups = [tuple(flat[10 + i * depth : 10 + (i + 1) * depth]) for i in range(5)]
+        return cls(*flat[:10], *(None if group[0] is None else group for group in groups))
+
+    def network(self, options: ScanOptions) -> InnerNetwork:
+        """The memory network for the tokens of one chunk."""
+        products = Products(options.products, self.theta.dtype)
+        return InnerNetwork(options.residual, self.norm_weight, self.norm_bias, options.norm_eps, products)
+
+    @staticmethod
+    def num_tensors(depth: int) -> int:
+        """The length of `flatten()`."""
+        return 10 + 5 * depth
+
+    def slice_chunks(self, begin: int, end: int) -> "ScanInputs":
+        """Chunks begin..end - 1."""
+        flat = self.flatten()
+        flat[:8] = [t if t is None else t[begin:end] for t in flat[:8]]
+        return ScanInputs.unflatten(flat, len(self.weights))
+
+    def slice_rows(self, begin: int, end: int) -> "ScanInputs":
+        """Rows times heads begin..end - 1."""
+        flat = self.flatten()
+        flat[:8] = [t if t is None else t[:, begin:end] for t in flat[:8]]
+        flat[8:] = [t if t is None else t[begin:end] for t in flat[8:]]
+        return ScanInputs.unflatten(flat, len(self.weights))
+
+
+class ScanResult(NamedTuple):
+    """Output (N, G, b_q, D), the state behind the last chunk, and the inner losses (N, G, b) or None."""
+
+    output: torch.Tensor
+    weights: tuple[torch.Tensor, ...]
+    momentum: tuple[torch.Tensor, ...]
+    surprise: torch.Tensor | None
