@@ -45,6 +45,7 @@ setup(
         "flash": ["flash-attn>=2.7.0"],
         "eval": ["lm-eval"],
         "triton": ["triton"],
+        "bench": ["matplotlib", "memory-caching", "titans-pytorch"],
         "dev": [
             "bitsandbytes",
             "build",

@@ -1,11 +1,20 @@
 # Copyright 2026 The transformers-titans authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The same numbers in every run: one thread, one seed per test, global torch settings restored behind each test."""
+"""The same numbers in every run: one thread, one seed per test, global torch settings restored behind each test.
 
+Where there is no GPU, Triton kernels are interpreted.
+"""
+
+import os
 import random
 
 import pytest
 import torch
+
+
+if not torch.cuda.is_available():
+    # Triton decides when a kernel is defined whether it is interpreted, hence before any test imports one.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def pytest_configure(config):

@@ -1,0 +1,369 @@
+# Copyright 2026 The transformers-titans authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The coefficients' and the backward kernels against `chunk_scan` in float64, interpreted where there is no GPU."""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from chunk_pieces import _Backward, _forward
+from inner_pieces import inner_gradient
+from titans_testing import assert_close
+from transformers_titans.chunk_coefficients import (
+    EndCoefficients,
+    ReadCoefficients,
+    chunk_coefficients,
+    chunk_coefficients_adjoint,
+)
+from transformers_titans.chunk_scan import ScanInputs, chunk_scan
+from triton_testing import ALLOWED, DEVICE, Guards, in_dtype, map_inputs, scan_inputs, scan_options
+
+
+pytest.importorskip("triton")
+from transformers_titans import memory_ops_triton  # noqa: E402
+from transformers_titans.memory_ops_triton import triton_scan  # noqa: E402
+from transformers_titans.triton_backward_read import ReadGradients, launch_reader_backward  # noqa: E402
+from transformers_titans.triton_backward_write import WriteGradients, launch_writer_backward  # noqa: E402
+from transformers_titans.triton_coefficients import launch_coefficients, launch_coefficients_backward  # noqa: E402
+from transformers_titans.triton_configs import CONFIGS  # noqa: E402
+from transformers_titans.triton_forward import Scratch  # noqa: E402
+
+
+FLOAT32 = ALLOWED[torch.float32]
+
+
+def randn_like(t: torch.Tensor) -> torch.Tensor:
+    return torch.randn(t.shape, dtype=torch.float64, device=t.device)
+
+
+def single(tree):
+    """float64 -> contiguous float32, in tensors and (named) tuples and lists of them."""
+    if tree is None or isinstance(tree, torch.Tensor):
+        return tree if tree is None or not tree.is_floating_point() else tree.float().contiguous()
+    return type(tree)(*map(single, tree)) if hasattr(tree, "_fields") else tuple(map(single, tree))
+
+
+def guarded(guards: Guards, tree):
+    if tree is None or isinstance(tree, torch.Tensor):
+        return guards(tree)
+    guarded_items = [guarded(guards, item) for item in tree]
+    return type(tree)(*guarded_items) if hasattr(tree, "_fields") else tuple(guarded_items)
+
+
+def assert_trees_close(name: str, actual, expected, allowed: float = FLOAT32):
+    """Tensors, or (named) tuples and lists of them, one by one."""
+    if isinstance(expected, torch.Tensor):
+        assert_close(name, actual, expected, allowed)
+        return
+    names = getattr(expected, "_fields", range(len(expected)))
+    for part, got, want in zip(names, actual, expected, strict=True):
+        assert_trees_close(f"{name}.{part}", got, want, allowed)
+
+
+def gates_of(N: int, G: int, b: int, corners: bool = False) -> tuple[torch.Tensor, ...]:
+    """theta, alpha and eta in float64, of float32 values; with ``corners`` many are exactly 0 or 1."""
+    gates = [scale * torch.rand(N, G, b, device=DEVICE) for scale in (0.1, 0.3, 1.0)]
+    if corners:
+        chosen = torch.randint(0, 4, (3, N, G, b), device=DEVICE)
+        gates = [torch.where(chosen[i] == 0, 0.0, torch.where(chosen[i] == 1, 1.0, g)) for i, g in enumerate(gates)]
+    return tuple(g.double() for g in gates)
+
+
+COEFFICIENTS = [(1, 1, False), (16, 16, True), (24, 5, False), (37, 37, True), (64, 1, True)]
+
+
+@pytest.mark.parametrize(("b", "b_q", "corners"), COEFFICIENTS)
+@pytest.mark.parametrize("some_are_open", [True, False])
+def test_coefficients_and_their_adjoint(b, b_q, corners, some_are_open):
+    check_coefficients(gates_of(2, 3, b, corners), b_q, some_are_open)
+
+
+@pytest.mark.parametrize("config", CONFIGS["coefficients"], ids=str)
+def test_every_configuration_of_the_coefficients(config):
+    check_coefficients(gates_of(1, 2, 21), 21, True, config, config)
+
+
+@pytest.mark.parametrize("config", CONFIGS["coefficients_backward"], ids=str)
+def test_every_configuration_of_the_coefficients_adjoint(config):
+    check_coefficients(gates_of(1, 2, 21), 4, True, None, config)
+
+
+def check_coefficients(gates, b_q, some_are_open, config=None, adjoint_config=None):
+    N, G, b = gates[0].shape
+    full = torch.arange(N * G, device=DEVICE).view(N, G) % 2 == 0 if some_are_open else None
+    guards = Guards()
+    own_gates, own_full = guarded(guards, single(gates)), guards(full)
+    own_read, own_end = launch_coefficients(*own_gates, own_full, config)
+    every, end, _ = chunk_coefficients(*gates, b, full)
+    assert_trees_close("read", own_read, every)
+    assert_trees_close("end", own_end, end)
+
+    read, _, products = chunk_coefficients(*gates, b_q, full)
+    read_bar, end_bar = (type(t)(*map(randn_like, t)) for t in (read, end))
+    own_bars = guarded(guards, single((own_read, read_bar, end_bar)))
+    actual = launch_coefficients_backward(*own_gates, own_full, *own_bars, adjoint_config)
+    assert_trees_close("gates", actual, chunk_coefficients_adjoint(*gates, full, products, read_bar, end_bar))
+    guards.check()
+
+
+class Reference(NamedTuple):
+    """Inputs in float64, their scan's states at the chunks' starts, its coefficients and factors."""
+
+    inputs: ScanInputs
+    options: object
+    weights: list
+    momentum: list
+    read: ReadCoefficients
+    end: EndCoefficients
+    factors: object
+
+    @classmethod
+    def of(cls, inputs, residual: bool = True) -> "Reference":
+        inputs = map_inputs(torch.Tensor.double, in_dtype(inputs, torch.float32))
+        options = scan_options(inputs, residual=residual)
+        depth = options.depth
+        _, states = _forward(inputs, options, keep=True)
+        read, end, _ = chunk_coefficients(inputs.theta, inputs.alpha, inputs.eta, inputs.k.shape[2], inputs.full)
+        factors = inner_gradient(inputs.network(options), states[:depth], inputs.k, inputs.v)
+        return cls(inputs, options, states[:depth], states[depth:], read, end, factors)
+
+    def backward(self) -> _Backward:
+        return _Backward(self.inputs, self.options, self.weights, self.momentum)
+
+    def unread(self, backward: _Backward, output_bar: torch.Tensor):
+        first = self.inputs.k.shape[2] - self.inputs.q.shape[2]
+        c, d, A = (x[:, :, first:] for x in self.read)
+        coefficients = ReadCoefficients(c, d, A)
+        return backward._unread(self.inputs, self.weights, self.momentum, coefficients, self.factors, output_bar)
+
+    def scratch(self) -> Scratch:
+        """What the writer leaves."""
+        f = self.factors.a[-1] @ self.weights[-1]
+        return Scratch(*(self.factors.z or [None]), *(self.factors.p or [None]), f)
+
+
+def check_reader_adjoint(inputs, residual=True, config=None):
+    """The kernel on guarded tensors against `_Backward._unread`."""
+    reference = Reference.of(inputs, residual)
+    inputs = reference.inputs
+    backward, output_bar = reference.backward(), randn_like(inputs.q)
+    expected = reference.unread(backward, output_bar)
+
+    guards = Guards()
+    own = type(inputs)(*guarded(guards, single(tuple(inputs))))
+    state = guarded(guards, single((reference.weights, reference.momentum)))
+    has_norm, has_forget_to = inputs.norm_weight is not None, inputs.forget_to is not None
+    actual = ReadGradients.empty_for(own.q, own.k, state[0], has_norm, has_forget_to)
+    actual = guarded(guards, actual)
+    launch_reader_backward(
+        *(own.q, own.k, own.v, guarded(guards, single(reference.read)), *state),
+        *(guarded(guards, single(reference.scratch())), own.network(reference.options), "tf32x3"),
+        *(guards(single(output_bar)), actual),
+        forget_to=own.forget_to,
+        config=config,
+    )
+    guards.check()
+    for name in ("q", "weights", "momentum"):
+        assert_trees_close(name, getattr(actual, name), getattr(expected, name))
+    assert_trees_close("coefficients", actual.coefficients, ReadCoefficients(expected.c, expected.d, expected.A))
+    assert_close("k", actual.k, expected.a[0], FLOAT32)
+    assert_close("top", actual.top, expected.g[-1], FLOAT32)
+    if reference.options.depth == 2:
+        assert_close("hidden", actual.hidden, expected.a[1], FLOAT32)
+        assert_close("first_g", actual.first_g, expected.g[0], FLOAT32)
+    grads = backward.grads
+    if has_norm:
+        assert_close("norm_weight", actual.norm_weight.sum(0).unsqueeze(1), grads.norm_weight, FLOAT32)
+        assert_close("norm_bias", actual.norm_bias.sum(0).unsqueeze(1), grads.norm_bias, FLOAT32)
+    if has_forget_to:
+        assert_trees_close("forget_to", [t.sum(0) for t in actual.forget_to], grads.forget_to)
+
+
+def check_writer_adjoint(inputs, residual=True, config=None):
+    """The kernel on guarded tensors against `_Backward._chunk` and `_unrestart`."""
+    reference = Reference.of(inputs, residual)
+    inputs = reference.inputs
+    unread = reference.unread(reference.backward(), randn_like(inputs.q))
+    w_bar, s_bar = ([randn_like(t) for t in group] for group in (inputs.weights, inputs.momentum))
+
+    guards = Guards()
+    own = type(inputs)(*guarded(guards, single(tuple(inputs))))
+    own_bars = guarded(guards, single((w_bar, s_bar)))
+    state = guarded(guards, single((reference.weights, reference.momentum)))
+    hidden, first_g = (unread.a[1], unread.g[0]) if reference.options.depth == 2 else (None, None)
+    read = (unread.q, unread.a[0], hidden, first_g, unread.g[-1], None, unread.weights, unread.momentum)
+    read = ReadGradients(*guarded(guards, single(read)), None, None, None)
+    actual = guarded(guards, WriteGradients.empty_for(own.k, inputs.norm_weight is not None))
+    groups = {"forget_to_bar": own.forget_to, "start_weights_bar": own.weights, "start_momentum_bar": own.weights}
+    if inputs.restart is None:
+        groups.update(start_weights_bar=None, start_momentum_bar=None)
+    sums = {name: group and tuple(guards(torch.zeros_like(t)) for t in group) for name, group in groups.items()}
+    launch_writer_backward(
+        *(own.k, own.v, guarded(guards, single(reference.end)), *state),
+        *(guarded(guards, single(reference.scratch())), own.network(reference.options), "tf32x3"),
+        *(read, *own_bars, actual),
+        restart=own.restart,
+        forget_to=own.forget_to,
+        config=config,
+        **sums,
+    )
+    guards.check()
+
+    backward, ends = reference.backward(), []
+    for n in reversed(range(inputs.k.shape[0])):
+        state = (reference.weights, reference.momentum, reference.factors, unread)
+        w_bar, s_bar, end_bar = backward._chunk(inputs, reference.end, *state, n, w_bar, s_bar, slice(0, None))
+        ends.insert(0, end_bar)
+        if n in reference.options.restart_at:
+            w_bar, s_bar = backward._unrestart(inputs, n, w_bar, s_bar)
+    grads = backward.grads
+    assert_trees_close("state", own_bars, (w_bar, s_bar))
+    assert_trees_close("end", actual.end, EndCoefficients(*map(torch.stack, zip(*ends, strict=True))))
+    assert_trees_close("k, v", (actual.k, actual.v), (grads.k, grads.v))
+    if inputs.norm_weight is not None:
+        assert_close("norm_weight", actual.norm_weight.sum(0).unsqueeze(1), grads.norm_weight, FLOAT32)
+        assert_close("norm_bias", actual.norm_bias.sum(0).unsqueeze(1), grads.norm_bias, FLOAT32)
+    for name, bars in sums.items():
+        if bars is not None:
+            assert_trees_close(name, bars, getattr(grads, name.removesuffix("_bar")))
+
+
+# Together: masks in every dimension, one and two layers, and each option of the memory.
+ODD = [
+    {"D": 48, "h": 80, "b": 37, "b_q": 11, "full": True, "restart": True, "forget_to": True},
+    {"D": 16, "h": 16, "b": 16, "norm": False},
+    {"D": 48, "depth": 1, "b": 21, "b_q": 11, "full": True, "restart": True, "forget_to": True},
+    {"D": 32, "depth": 1, "b": 16, "b_q": 1, "norm": False, "G": 1},
+]
+both_adjoints = pytest.mark.parametrize("check", [check_reader_adjoint, check_writer_adjoint])
+
+
+@both_adjoints
+@pytest.mark.parametrize("sizes", ODD, ids=str)
+def test_adjoint_on_guarded_tensors(check, sizes):
+    check(scan_inputs(**sizes))
+
+
+@both_adjoints
+@pytest.mark.parametrize("depth", [1, 2])
+def test_adjoint_without_residual(check, depth):
+    check(scan_inputs(N=1, G=1, b=16, depth=depth), residual=False)
+
+
+@pytest.mark.parametrize("config", CONFIGS["reader_backward"], ids=str)
+def test_every_configuration_of_the_readers_adjoint(config):
+    check_reader_adjoint(scan_inputs(N=1, D=32, h=96, b=16, b_q=7), config=config)
+
+
+@pytest.mark.parametrize("config", CONFIGS["writer_backward"], ids=str)
+def test_every_configuration_of_the_writers_adjoint(config):
+    check_writer_adjoint(scan_inputs(N=2, G=1, D=32, h=96, b=16), config=config)
+
+
+def differentiate(scan, inputs, options, bars, through=lambda t: t):
+    """The gradients of all floating-point inputs, through ``through``, given those of output and final state."""
+    leaves = [t.detach() if t is not None else None for t in inputs.flatten()]
+    wanted = [t.requires_grad_() for t in leaves if t is not None and t.is_floating_point()]
+    result = scan(map_inputs(through, ScanInputs.unflatten(leaves, options.depth)), options)
+    results = [result.output, *(result.weights if options.write else ()), *(result.momentum if options.write else ())]
+    return torch.autograd.grad(results, wanted, [bar.to(t.dtype) for bar, t in zip(bars, results, strict=False)])
+
+
+def check_gradients(inputs, options, dtype=torch.float32):
+    """Every gradient of the kernels on inputs of ``dtype`` against float64 on the same numbers."""
+    inputs = in_dtype(inputs, dtype)
+    bars = [randn_like(inputs.q).to(dtype), *(randn_like(t).float() for t in (*inputs.weights, *inputs.momentum))]
+    actual = differentiate(triton_scan, inputs, options, bars)
+    expected = differentiate(chunk_scan, map_inputs(torch.Tensor.double, inputs), options, bars)
+    names = [name for name in _flat_names(inputs) if name]
+    for name, got, want in zip(names, actual, expected, strict=True):
+        assert_close(name, got, want, ALLOWED[dtype])
+
+
+def _flat_names(inputs: ScanInputs) -> list[str | None]:
+    """A name for each floating-point tensor of ``inputs.flatten()``, None for what is none."""
+    depth = len(inputs.weights)
+    names = list(inputs._fields[:10]) + [f"{field}.{i}" for field in inputs._fields[10:] for i in range(depth)]
+    return [
+        name if t is not None and t.is_floating_point() else None
+        for name, t in zip(names, inputs.flatten(), strict=True)
+    ]
+
+
+SCANS = [
+    {},
+    {"D": 48, "h": 96, "b": 37, "full": True, "restart": True, "N": 5, "G": 1},
+    {"D": 80, "h": 320, "b": 16, "b_q": 1, "norm": False, "G": 1, "N": 1},
+    {"D": 16, "h": 48, "b": 128, "forget_to": True, "restart": True, "G": 1},
+    {"D": 16, "h": 16, "b": 1, "N": 3, "forget_to": True},
+    {"depth": 1, "D": 48, "b": 21, "full": True, "restart": True, "N": 5},
+    {"depth": 1, "b": 16, "norm": False, "forget_to": True, "restart": True},
+]
+
+
+@pytest.mark.parametrize("sizes", SCANS, ids=str)
+def test_gradients_equal_float64(sizes):
+    inputs = scan_inputs(**sizes)
+    check_gradients(inputs, scan_options(inputs))
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("restart", [True, False])
+def test_gradients_through_an_open_chunk(depth, restart):
+    inputs = scan_inputs(N=1, b=16, b_q=3, depth=depth, restart=restart, forget_to=True)
+    check_gradients(inputs, scan_options(inputs, write=False, residual=False))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_gradients_of_16_bit_tokens(dtype, depth):
+    inputs = scan_inputs(b=16, D=32, depth=depth)
+    check_gradients(inputs, scan_options(inputs), dtype)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_gradients_of_gates_at_their_limits(depth):
+    inputs = scan_inputs(b=16, depth=depth)
+    corners = torch.tensor([[0.0, 0, 0], [0.05, 1, 0], [0.05, 0, 1], [0, 1, 1], [0.05, 0.5, 0.5]], dtype=torch.float64)
+    picked = corners[torch.randint(0, len(corners), inputs.theta.shape)].to(DEVICE)
+    inputs = inputs._replace(theta=picked[..., 0], alpha=picked[..., 1], eta=picked[..., 2])
+    check_gradients(inputs, scan_options(inputs))
+
+
+def test_gradients_of_spans_do_not_show(monkeypatch):
+    inputs = in_dtype(scan_inputs(N=5, b=16, full=True, restart=True, forget_to=True), torch.float32)
+    options = scan_options(inputs)
+    bars = [torch.randn_like(t) for t in (inputs.q, *inputs.weights, *inputs.momentum)]
+    whole = differentiate(triton_scan, inputs, options, bars)
+    monkeypatch.setattr(memory_ops_triton, "_PROGRAMS", 4)
+    spans = differentiate(triton_scan, inputs, options, bars)
+    # Sums over chunks are taken in another order; everything else is the same.
+    for name, got, want in zip(filter(None, _flat_names(inputs)), spans, whole, strict=True):
+        assert_close(name, got, want, 1e-6 if name.startswith(("norm", "forget")) else 0.0)
+
+
+def test_tensors_and_gradients_that_are_not_contiguous():
+    inputs = in_dtype(scan_inputs(b=16, forget_to=True), torch.float32)
+    options = scan_options(inputs)
+    bars = [torch.randn_like(t) for t in (inputs.q, *inputs.weights, *inputs.momentum)]
+    expected = differentiate(triton_scan, inputs, options, bars)
+
+    def apart(t):
+        return torch.stack([t, t], -1)[..., 0]
+
+    assert not apart(bars[0]).is_contiguous()
+    actual = differentiate(triton_scan, inputs, options, [apart(t) for t in bars], through=apart)
+    for name, got, want in zip(filter(None, _flat_names(inputs)), actual, expected, strict=True):
+        assert_close(name, got, want, 0.0)
+
+
+def test_only_what_is_asked_for():
+    """One input alone: the kernels compute the rest, and autograd drops it."""
+    inputs = in_dtype(scan_inputs(N=1, b=16), torch.float32)
+    options = scan_options(inputs)
+    bar = torch.randn_like(inputs.q)
+    every = differentiate(triton_scan, inputs, options, [bar, *(torch.zeros_like(t) for t in inputs.weights * 2)])
+    alone = inputs._replace(eta=inputs.eta.detach().requires_grad_())
+    (eta_bar,) = torch.autograd.grad(triton_scan(alone, options).output, alone.eta, bar)
+    assert_close("eta", eta_bar, every[5], 0.0)
