@@ -2,10 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The public neural memory op: checks its arguments and picks an implementation."""
 
-from collections.abc import Sequence
+import functools
+import importlib.util
+from collections.abc import Callable, Sequence
 
 import torch
 
+from .chunk_scan import chunk_scan
 from .memory_checks import check_layout, check_options, check_parameters, check_state, check_tokens
 from .memory_ops_chunked import MemoryCall, MemoryResult, chunked_memory
 from .memory_ops_recurrent import recurrent_memory
@@ -13,7 +16,7 @@ from .memory_state import MemoryState, PendingTokens, map_tensors
 from .token_layout import TokenLayout
 
 
-BACKENDS = {"auto": chunked_memory, "chunked": chunked_memory, "recurrent": recurrent_memory}
+BACKENDS = ("auto", "triton", "chunked", "recurrent")
 RULES = ("titans",)
 GATE_GRANULARITIES = ("token", "chunk")
 
@@ -66,21 +69,26 @@ def neural_memory(
             None: every token is real and rows go on where the state stands.
         start_state: the state, of one row, in which a document begins; needed if the layout has document starts.
         output_surprise: whether to return the inner losses too.
-        backend: "chunked" (the fast form), "recurrent" (token by token) or "auto" (the fastest one here).
+        backend: "triton" (fused kernels; depth 1 and 2, see `triton_scan` for the sizes), "chunked" (the same form in
+            PyTorch), "recurrent" (token by token), or "auto": "triton" on a GPU where it takes the sizes and is
+            installed, else "chunked".
 
     Returns:
         ``output`` (B, T, H, D) in q's dtype, zero at masked tokens; ``state`` after the call, in float32 (float64 if
         the state or an input is), whatever the inputs' dtype and autocast; ``surprise`` (B, T, H) in the state's
         dtype or None: each token's inner loss at the weights of its chunk's start.
         Output and state are differentiable in every tensor given, including both states; surprise is not.
+        "chunked" takes matrix products in float32; after ``torch.set_float32_matmul_precision("medium")``, which
+        allows it, it rounds their operands to bfloat16. "triton" does so for bfloat16 inputs. Sums are float32.
 
     Raises:
         ValueError: naming the argument, its value and what is allowed.
+        ImportError: "triton" is asked for and not installed.
     """
     choices = {
         "rule": (rule, RULES),
         "gate_granularity": (gate_granularity, GATE_GRANULARITIES),
-        "backend": (backend, tuple(BACKENDS)),
+        "backend": (backend, BACKENDS),
     }
     check_options(chunk_size, norm_eps, choices)
     check_tokens({"q": q, "k": k, "v": v}, {"theta": theta, "alpha": alpha, "eta": eta})
@@ -93,6 +101,7 @@ def neural_memory(
     dtype = torch.float32
     for tensor in (q, theta, alpha, eta, *state.weights):
         dtype = torch.promote_types(dtype, tensor.dtype)
+    scan = _pick_scan(backend, (len(state.weights), q.shape[3], state.weights[-1].shape[2], chunk_size, dtype), q)
 
     def cast(tree):
         return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, tree)
@@ -109,9 +118,38 @@ def neural_memory(
         cast(start_state),
         output_surprise,
         gate_granularity == "chunk",
+        scan,
+        torch.bfloat16 if dtype == torch.float32 and torch.get_float32_matmul_precision() == "medium" else None,
     )
+    if scan is not chunk_scan and q.dtype != dtype:
+        call = _with_vectors(call, q, k, v)
     # Products of a state in float32 must not be taken in a lower precision behind the state's back.
     with torch.autocast(q.device.type, enabled=False):
-        result = BACKENDS[backend](call)
+        result = recurrent_memory(call) if backend == "recurrent" else chunked_memory(call)
     surprise = None if result.surprise is None else result.surprise.detach()
-    return MemoryResult(result.output.to(q.dtype), result.state, surprise)
+    return MemoryResult(result.output.to(q.dtype), cast(result.state), surprise)
+
+
+def _pick_scan(backend: str, sizes: tuple, q: torch.Tensor) -> Callable:
+    """The scan that ``backend`` names or, for "auto", the fastest one that takes these sizes here."""
+    if backend == "triton" or (backend == "auto" and q.is_cuda and _has_triton()):
+        from .memory_ops_triton import reason_against, triton_scan
+
+        reason = reason_against(*sizes)
+        if reason is None:
+            return triton_scan
+        if backend == "triton":
+            raise ValueError(f'{reason}; backend="chunked" takes it')
+    return chunk_scan
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _with_vectors(call: MemoryCall, q, k, v) -> MemoryCall:
+    """``call`` with q, k and v as they came, and the open chunk's rounded back to their dtype, which they came in."""
+    pending = call.state.pending
+    state = call.state._replace(pending=pending._replace(k=pending.k.to(q.dtype), v=pending.v.to(q.dtype)))
+    return call._replace(q=q, tokens=call.tokens._replace(k=k, v=v), state=state)

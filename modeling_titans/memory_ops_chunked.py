@@ -2,19 +2,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """The chunked form of the neural memory: puts a call's tokens into chunks, scans them, and takes the output back."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from .chunk_scan import chunk_scan
 from .memory_state import MemoryState, PendingTokens
-from .scan_inputs import ScanInputs, ScanOptions
+from .scan_inputs import ScanInputs, ScanOptions, ScanResult
 from .token_layout import TokenLayout
 
 
 class MemoryCall(NamedTuple):
-    """The checked arguments of `neural_memory`, all tensors in the state's dtype."""
+    """The checked arguments of `neural_memory`.
+
+    All tensors are in the state's dtype, except that a scan may take q, k and v, pending ones too, in another one.
+    """
 
     q: torch.Tensor
     tokens: PendingTokens
@@ -29,6 +32,8 @@ class MemoryCall(NamedTuple):
     start_state: MemoryState | None
     output_surprise: bool
     chunk_gates: bool
+    scan: Callable[[ScanInputs, ScanOptions], ScanResult]
+    products: torch.dtype | None
 
 
 class MemoryResult(NamedTuple):
@@ -117,8 +122,8 @@ def _scan(call: MemoryCall, state: MemoryState, q, tokens, num_chunks: int, writ
         start_weights=_start(start and start.weights, batch_size, restart),
         start_momentum=_start(start and start.momentum, batch_size, restart),
     )
-    options = ScanOptions(len(state.weights), call.residual, call.norm_eps, write, restart_at, call.output_surprise)
-    result = chunk_scan(inputs, options)
+    facts = (len(state.weights), call.residual, call.norm_eps, write, restart_at, call.output_surprise)
+    result = call.scan(inputs, ScanOptions(*facts, call.products))
     shape = (batch_size, -1)
     return result._replace(
         weights=tuple(w.unflatten(0, shape) for w in result.weights),

@@ -9,14 +9,16 @@ Shapes: N chunks, G rows times heads, b tokens in a chunk of which b_q are read,
 """
 
 import torch
+import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from .chunk_scan import ScanInputs, ScanOptions, ScanResult
 from .triton_backward_read import ReadGradients, launch_reader_backward
 from .triton_backward_write import WriteGradients, launch_writer_backward
 from .triton_coefficients import launch_coefficients, launch_coefficients_backward
-from .triton_forward import Scratch, launch_factors, launch_reader, launch_writer
+from .triton_forward import Scratch, launch_factors, launch_writer
 from .triton_launch import precision_of, widened
+from .triton_read import launch_reader
 
 
 # Programs of a span's parallel kernels: enough to fill a large card more than once, few enough for what they hand to
@@ -43,6 +45,8 @@ def triton_scan(inputs: ScanInputs, options: ScanOptions) -> ScanResult:
         ValueError: sizes or dtypes that the kernels do not take, or tensors on a device where they do not run.
     """
     _check(inputs, options)
+    b, b_q = inputs.k.shape[2], inputs.q.shape[2]
+    inputs = _padded(inputs, options)
     dtype, precision = inputs.q.dtype, precision_of(inputs.q.dtype)
     q, k, v, *rest = (None if t is None else t.contiguous() for t in inputs.flatten())
     flat = [*(widened(t) for t in (q, k, v)), *rest]
@@ -51,32 +55,52 @@ def triton_scan(inputs: ScanInputs, options: ScanOptions) -> ScanResult:
     else:
         results, _ = _forward(ScanInputs.unflatten(flat, options.depth), options, precision, keep=False)
     output, *state = results
-    surprise = state.pop() if options.surprise else None
+    surprise = state.pop()[..., :b] if options.surprise else None
     if not options.write:
         state = [*inputs.weights, *inputs.momentum]
-    return ScanResult(output.to(dtype), tuple(state[: options.depth]), tuple(state[options.depth :]), surprise)
+    output = output[:, :, b - b_q : b].to(dtype)
+    return ScanResult(output, tuple(state[: options.depth]), tuple(state[options.depth :]), surprise)
+
+
+def reason_against(depth: int, head_dim: int, hidden: int, chunk_size: int, dtype: torch.dtype) -> str | None:
+    """Why the kernels do not take a memory of these sizes with a state of this dtype; None if they do."""
+    if depth not in (1, 2):
+        return f"the memory's depth is {depth}, expected 1 or 2"
+    if head_dim % 16 or not 16 <= head_dim <= _MAX_HEAD_DIM:
+        return f"head dimension is {head_dim}, expected a multiple of 16 from 16 to {_MAX_HEAD_DIM}"
+    if hidden > _MAX_EXPANSION * head_dim:
+        return f"hidden width is {hidden}, expected at most {_MAX_EXPANSION} * {head_dim}"
+    if chunk_size > _MAX_CHUNK:
+        return f"chunk length is {chunk_size}, expected at most {_MAX_CHUNK}"
+    if dtype != torch.float32:
+        return f"dtype of a gate, a norm's parameter or a state is {dtype}, expected torch.float32"
+    return None
 
 
 def _check(inputs: ScanInputs, options: ScanOptions) -> None:
+    flat = inputs.flatten()
+    others = [t for t in (*flat[3:6], *flat[8:]) if t is not None]
+    dtype = next((t.dtype for t in others if t.dtype != torch.float32), torch.float32)
     b, head_dim = inputs.k.shape[-2:]
-    hidden = inputs.weights[-1].shape[-2]
-    if options.depth not in (1, 2):
-        raise ValueError(f"options.depth is {options.depth}, expected 1 or 2")
-    if head_dim % 16 or not 16 <= head_dim <= _MAX_HEAD_DIM:
-        raise ValueError(f"head dimension is {head_dim}, expected a multiple of 16 from 16 to {_MAX_HEAD_DIM}")
-    if hidden > _MAX_EXPANSION * head_dim:
-        raise ValueError(f"hidden width is {hidden}, expected at most {_MAX_EXPANSION} * {head_dim}")
-    if b > _MAX_CHUNK:
-        raise ValueError(f"chunk length is {b}, expected at most {_MAX_CHUNK}")
+    reason = reason_against(options.depth, head_dim, inputs.weights[-1].shape[-2], b, dtype)
+    if reason is not None:
+        raise ValueError(f'{reason}; backend="chunked" takes it')
     if not options.write and inputs.k.shape[0] != 1:
         raise ValueError(f"number of chunks is {inputs.k.shape[0]}, expected 1 where options.write is False")
     for name in ("k", "v"):
         if getattr(inputs, name).dtype != inputs.q.dtype:
             raise ValueError(f"dtype of {name} is {getattr(inputs, name).dtype}, expected q's, {inputs.q.dtype}")
-    flat = inputs.flatten()
-    for t in (*flat[3:6], *flat[8:]):
-        if t is not None and t.dtype != torch.float32:
-            raise ValueError(f"dtype of a gate, a norm's parameter or a state is {t.dtype}, expected torch.float32")
+
+
+def _padded(inputs: ScanInputs, options: ScanOptions) -> ScanInputs:
+    """An open chunk filled up to a power of two, and a query for each token: few sizes are few kernels to compile."""
+    b, b_q = inputs.k.shape[2], inputs.q.shape[2]
+    behind = 0 if options.write else max(1 << (b - 1).bit_length(), 16) - b
+    if not behind and b_q == b:
+        return inputs
+    vectors = [F.pad(t, (0, 0, 0, behind)) for t in (inputs.k, inputs.v)]
+    gates = [F.pad(t, (0, behind)) for t in inputs[3:6]]
+    return ScanInputs(F.pad(inputs.q, (0, 0, b - b_q, behind)), *vectors, *gates, *inputs[6:])
 
 
 class _TritonScan(torch.autograd.Function):

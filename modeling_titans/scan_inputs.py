@@ -14,7 +14,8 @@ from .state_pair import Products
 
 
 class ScanOptions(NamedTuple):
-    """Static facts of a scan: see `chunk_scan`."""
+    """Static facts of a scan: see `chunk_scan`; ``products``: what operands of matrix products are rounded to, or None
+    for not at all."""
 
     depth: int
     residual: bool

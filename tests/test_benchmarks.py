@@ -24,13 +24,13 @@ def benchmark(monkeypatch):
 
 def spoil(monkeypatch) -> None:
     """The fast form's output becomes wrong by about a thousandth."""
-    fast = memory_ops.BACKENDS["auto"]
+    fast = memory_ops.chunked_memory
 
     def wrong(call):
         result = fast(call)
         return result._replace(output=result.output + 1e-3)
 
-    monkeypatch.setitem(memory_ops.BACKENDS, "auto", wrong)
+    monkeypatch.setattr(memory_ops, "chunked_memory", wrong)
 
 
 def run_layer(layer, precision):
@@ -62,7 +62,7 @@ def test_a_wrong_op_is_refused(benchmark, monkeypatch):
 
 def test_the_reference_is_the_token_by_token_form(benchmark, monkeypatch):
     checks, seen = benchmark("checks"), []
-    monkeypatch.setitem(memory_ops.BACKENDS, "recurrent", lambda call: seen.append(call) or 1 / 0)
+    monkeypatch.setattr(memory_ops, "recurrent_memory", lambda call: seen.append(call) or 1 / 0)
     run_layer(tiny_layer(), torch.float32)
     with checks.token_by_token(), pytest.raises(ZeroDivisionError):
         run_layer(tiny_layer(), torch.float32)
