@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from .chunk_coefficients import EndCoefficients, ReadCoefficients, chunk_coefficients, chunk_coefficients_adjoint
-from .chunk_forward import Ends, ReadTerms, Scan, read
+from .chunk_forward import Ends, ReadTerms, Scan, read, spans_of, take_span
 from .inner_network import (
     Factors,
     Hidden,
@@ -24,34 +24,22 @@ from .inner_network import (
 from .scan_inputs import ScanInputs, ScanOptions
 
 
-class _Gradients:
-    """Accumulates the gradients of a scan's inputs."""
+class SpanGradients(NamedTuple):
+    """Gradients of what a span is given.
 
-    def __init__(self, scan: Scan):
-        inputs = scan.inputs
+    Attributes:
+        tokens: of q, k, v, theta, alpha and eta, as `ScanInputs` has them.
+        norm: of LN's scale and shift (G, 1, D), or [].
+        forget_to: per layer (G, D_in, D_out), or [].
+        start: of the pairs in which a row restarts, or [].
+        state: of the pairs before the span.
+    """
 
-        def zeros(group):
-            return None if group is None else [torch.zeros_like(t) for t in group]
-
-        tokens = [torch.empty_like(t) for t in list(inputs)[:6]]
-        self.q, self.k, self.v, self.theta, self.alpha, self.eta = tokens
-        norm = (inputs.norm_weight, inputs.norm_bias)
-        self.norm_weight, self.norm_bias = (None, None) if norm[0] is None else zeros(norm)
-        self.forget_to = zeros(inputs.forget_to)
-        self.start = zeros(scan.start)
-
-    def flatten(self, scan: Scan, state_bar: list[torch.Tensor]) -> list[torch.Tensor | None]:
-        depth = len(state_bar)
-        tokens = [self.q, self.k, self.v, self.theta, self.alpha, self.eta]
-        forget_to = [None] * depth if self.forget_to is None else self.forget_to
-        start = [None] * (2 * depth) if self.start is None else scan.split(self.start)
-        return [*tokens, None, None, self.norm_weight, self.norm_bias, *scan.split(state_bar), *forget_to, *start]
-
-    def add_norm(self, weight: torch.Tensor | None, bias: torch.Tensor | None) -> None:
-        """Adds gradients (n * G, 1, D) or (G, 1, D)."""
-        if weight is not None:
-            self.norm_weight += weight.unflatten(0, (-1, self.norm_weight.shape[0])).sum(0)
-            self.norm_bias += bias.unflatten(0, (-1, self.norm_bias.shape[0])).sum(0)
+    tokens: list[torch.Tensor]
+    norm: list[torch.Tensor]
+    forget_to: list[torch.Tensor]
+    start: list[torch.Tensor]
+    state: list[torch.Tensor]
 
 
 class _Unread(NamedTuple):
@@ -81,54 +69,83 @@ def scan_backward(
         output_bar: (N, G, b_q, D).
         state_bar: gradients of the weights and of the momentum behind the last chunk, or None: nothing was written.
     """
+    scan, depth = Scan(inputs, options), options.depth
+    if state_bar is None:
+        state_bar = [torch.zeros_like(x[0]) for x in starts[0]]
+    else:
+        state_bar = scan.join(state_bar[:depth], state_bar[depth:])
+    tokens = [torch.empty_like(t) for t in list(inputs)[:6]]
+    sums: list[list[torch.Tensor]] = [[], [], []]
+    for at, span_starts in zip(reversed(spans_of(inputs)), reversed(starts), strict=True):
+        grads = backward_span(*take_span(inputs, options, at), span_starts, output_bar[at], state_bar)
+        for store, bar in zip(tokens, grads.tokens, strict=True):
+            store[at] = bar
+        for i, bars in enumerate(grads[1:4]):
+            sums[i] = [x.add_(y) for x, y in zip(sums[i], bars, strict=True)] if sums[i] else bars
+        state_bar = grads.state
+    norm, forget_to, start = sums
+    forget_to, norm = forget_to or [None] * depth, norm or [None] * 2
+    start = scan.split(start) if start else [None] * (2 * depth)
+    return [*tokens, None, None, *norm, *scan.split(state_bar), *forget_to, *start]
+
+
+def backward_span(
+    inputs: ScanInputs, options: ScanOptions, starts: list[torch.Tensor], output_bar: torch.Tensor, state_bar
+) -> SpanGradients:
+    """The adjoint of `forward_span`, whose values are computed again.
+
+    Args:
+        output_bar: (n, G, b_q, D).
+        state_bar: per layer, of the pair behind the span; overwritten.
+    """
     return _Backward(Scan(inputs, options), starts).run(output_bar, state_bar)
 
 
 class _Backward:
-    def __init__(self, scan: Scan, starts: list[list[torch.Tensor]]):
-        self.scan, self.starts = scan, starts
+    """The backward of one span."""
+
+    def __init__(self, scan: Scan, starts: list[torch.Tensor]):
+        self.scan, self.inputs, self.starts = scan, scan.inputs, starts
         self.products = scan.products
-        self.grads = _Gradients(scan)
+        inputs = scan.inputs
 
-    def run(self, output_bar: torch.Tensor, state_bar) -> list[torch.Tensor | None]:
-        scan, depth = self.scan, len(self.scan.pairs)
-        if state_bar is None:
-            state_bar = [torch.zeros_like(x[0]) for x in self.starts[0]]
-        else:
-            state_bar = scan.join(state_bar[:depth], state_bar[depth:])
-        for at in reversed(scan.spans()):
-            state_bar = self._span(at, self.starts.pop(), output_bar[at], state_bar)
-        return self.grads.flatten(scan, state_bar)
+        def zeros(group):
+            return [] if group is None or group[0] is None else [torch.zeros_like(t) for t in group]
 
-    def _span(self, at: slice, starts: list[torch.Tensor], output_bar, state_bar: list[torch.Tensor]):
-        """The state's gradient before a span, given that behind it."""
-        scan, num_chunks = self.scan, at.stop - at.start
-        inputs, grads = scan.inputs.slice_chunks(at.start, at.stop), self.grads
+        self.norm = zeros((inputs.norm_weight, inputs.norm_bias))
+        self.forget_to, self.start = zeros(inputs.forget_to), zeros(scan.start)
+
+    def run(self, output_bar: torch.Tensor, state_bar: list[torch.Tensor]) -> SpanGradients:
+        scan, inputs, num_chunks = self.scan, self.inputs, self.inputs.k.shape[0]
         gates = (inputs.theta, inputs.alpha, inputs.eta)
         coefficients = chunk_coefficients(*gates, inputs.q.shape[-2], inputs.full)
         ends, network = Ends.of(coefficients.end), scan.network(num_chunks)
-        state = [self.products.operand(x.flatten(0, 1)) for x in starts]
+        state = [self.products.operand(x.flatten(0, 1)) for x in self.starts]
         weights = [pair.weights(x) for pair, x in zip(scan.pairs, state, strict=True)]
         tokens = (inputs.k.flatten(0, 1), inputs.v.flatten(0, 1))
         factors = inner_gradient(network, weights, *tokens, activate=gelu_slope_and_curvature)
         terms = ReadTerms.of(scan, inputs, coefficients.read)
         unread, q_bar = self._unread(network, terms, state, factors, output_bar.flatten(0, 1))
-        grads.q[at] = q_bar.view_as(inputs.q)
         chunks = _Chunks(num_chunks, factors, unread, weights)
-        end_bars, restarts = [], scan.restarts(at)
+        token_bars, end_bars = [], []
         for n in reversed(range(num_chunks)):
-            before = [x[n] for x in starts]
-            state_bar, end_bar = self._chunk(ends, n, at.start + n, chunks, before, state_bar)
+            end_bar, token_bar = self._chunk(ends, n, chunks, state_bar)
+            token_bars.append(token_bar)
             end_bars.append(end_bar)
-            if n in restarts:
-                state_bar = self._unrestart(inputs.restart[n], state_bar)
+            if n in scan.options.restart_at:
+                self._unrestart(inputs.restart[n], state_bar)
         c_bar, d_bar = unread.coefficients.unflatten(0, (num_chunks, -1)).unbind(-1)
         read_bar = ReadCoefficients(c_bar, d_bar, unread.A.unflatten(0, (num_chunks, -1)))
-        end_bar = _stack_ends(end_bars[::-1]) if scan.options.write else None
+        end_bar = EndCoefficients(*_stack_reversed(end_bars)) if scan.options.write else None
         gate_bars = chunk_coefficients_adjoint(*gates, inputs.full, coefficients.products, read_bar, end_bar)
-        for store, bar in zip((grads.theta, grads.alpha, grads.eta), gate_bars, strict=True):
-            store[at] = bar
-        return state_bar
+        tokens_bar = [q_bar.view_as(inputs.q), *_stack_reversed(token_bars), *gate_bars]
+        return SpanGradients(tokens_bar, self.norm, self.forget_to, self.start, state_bar)
+
+    def _add_norm(self, weight: torch.Tensor | None, bias: torch.Tensor | None) -> None:
+        """Adds gradients (n * G, 1, D)."""
+        if weight is not None:
+            for store, bar in zip(self.norm, (weight, bias), strict=True):
+                store += bar.unflatten(0, (-1, store.shape[0])).sum(0)
 
     def _unread(self, network: InnerNetwork, terms: ReadTerms, state, factors: Factors, output_bar: torch.Tensor):
         """The adjoint of `read`, with the read itself recomputed, and the gradient of the queries."""
@@ -137,7 +154,7 @@ class _Backward:
         r_bar = output_bar
         if done.norm is not None:
             weight_bar = torch.mul(output_bar, done.norm.x_hat).sum(-2, keepdim=True)
-            self.grads.add_norm(weight_bar, output_bar.sum(-2, keepdim=True))
+            self._add_norm(weight_bar, output_bar.sum(-2, keepdim=True))
             r_bar = done.norm.jacobian(output_bar * network.norm_weight)
         A_bar, coefficients_bar = torch.zeros_like(terms.minus_A), torch.zeros_like(terms.coefficients)
         a_bar, g_bar, state_bar = [], [], []
@@ -166,31 +183,33 @@ class _Backward:
         coefficients_bar[..., 0] -= torch.linalg.vecdot(x, through)
         x_bar.addcmul_(terms.forgotten, through)
         bar = self.products.mm((terms.forgotten * x).mT, r_bar)
-        store = self.grads.forget_to[layer]
+        store = self.forget_to[layer]
         store += bar.unflatten(0, (-1, store.shape[0])).sum(0)
 
-    def _chunk(self, ends: Ends, n: int, index: int, chunks: "_Chunks", before: list, state_bar: list):
-        """Back through a chunk's update and inner gradient: the state's gradient before it, given that behind it."""
+    def _chunk(self, ends: Ends, n: int, chunks: "_Chunks", state_bar: list):
+        """Back through a chunk's update and inner gradient: ``state_bar`` becomes that of the state before it.
+
+        Returns the gradients of the end coefficients, or None, and those of k and v.
+        """
         scan = self.scan
         factors, a_bar, g_bar = chunks.factors[n], chunks.a[n], chunks.g[n]
         end_bar = None
         if scan.options.write:
-            end_bar = self._unupdate(ends, n, before, factors, state_bar, a_bar, g_bar)
+            end_bar = self._unupdate(ends, n, factors, state_bar, a_bar, g_bar)
         adjoint = inner_gradient_adjoint(scan.network(1), chunks.weights[n], factors, a_bar, g_bar)
-        self.grads.k[index], self.grads.v[index] = adjoint.k, adjoint.v
-        self.grads.add_norm(adjoint.norm_weight, adjoint.norm_bias)
+        self._add_norm(adjoint.norm_weight, adjoint.norm_bias)
         for pair, bar, read_factors, inner_factors in zip(
             scan.pairs, state_bar, chunks.state[n], adjoint.weights, strict=True
         ):
             left, right = read_factors
             self.products.add_(bar, left.mT, right)
             pair.add_to_weights_(self.products, bar, inner_factors)
-        return state_bar, end_bar
+        return end_bar, (adjoint.k, adjoint.v)
 
-    def _unupdate(self, ends: Ends, n: int, before: list, factors: Factors, state_bar: list, a_bar, g_bar):
+    def _unupdate(self, ends: Ends, n: int, factors: Factors, state_bar: list, a_bar, g_bar):
         """The adjoint of the update with respect to factors (added to a_bar, g_bar) and coefficients (returned);
         ``state_bar`` becomes that of the state before it."""
-        scan, products = self.scan, self.products
+        scan, products, before = self.scan, self.products, [x[n] for x in self.starts]
         # Of [W' ; S'] = [c d; 0 m] [W; S].
         mix_bar, written_bar = before[0].new_zeros(len(before[0]), 2, 2), torch.zeros_like(ends.written[n])
         for layer, (pair, x, bar) in enumerate(zip(scan.pairs, before, state_bar, strict=True)):
@@ -204,17 +223,17 @@ class _Backward:
             w_bar, s_bar = bar.chunk(2, -2)
             if scan.forget_to is not None:
                 mix_bar[:, 0, 0] -= (scan.forget_to[layer] * w_bar).sum((-2, -1))
-                self.grads.forget_to[layer] += (1 - ends.c[n]) * pair.oriented(w_bar)
+                self.forget_to[layer] += (1 - ends.c[n]) * pair.oriented(w_bar)
             # In place: the gradient of the state behind the chunk is of no more use.
             s_bar.mul_(ends.m[n]).addcmul_(w_bar, ends.d[n])
             w_bar.mul_(ends.c[n])
         return EndCoefficients(mix_bar[:, 0, 0], mix_bar[:, 0, 1], mix_bar[:, 1, 1], *written_bar.unbind(-1))
 
-    def _unrestart(self, restart: torch.Tensor, state_bar: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _unrestart(self, restart: torch.Tensor, state_bar: list[torch.Tensor]) -> None:
         where = restart[:, None, None]
-        for store, bar in zip(self.grads.start, state_bar, strict=True):
+        for store, bar in zip(self.start, state_bar, strict=True):
             store += torch.where(where, bar, 0)
-        return [torch.where(where, 0, bar) for bar in state_bar]
+            bar.masked_fill_(where, 0)
 
 
 class _Chunks:
@@ -247,8 +266,9 @@ class _Chunks:
         self.state = [list(zip(lefts[n], rights[n], strict=True)) for n in range(num_chunks)]
 
 
-def _stack_ends(end_bars: list[EndCoefficients]) -> EndCoefficients:
-    return EndCoefficients(*(torch.stack(bars) for bars in zip(*end_bars, strict=True)))
+def _stack_reversed(per_chunk: list[tuple[torch.Tensor, ...]]) -> list[torch.Tensor]:
+    """Tuples of tensors by chunk, the last chunk first -> tensors with a chunk dimension in front."""
+    return [torch.stack(parts) for parts in zip(*reversed(per_chunk), strict=True)]
 
 
 def _halves(pair: torch.Tensor) -> torch.Tensor:

@@ -44,15 +44,6 @@ class Scan:
         halves += [pair.momentum(x) for pair, x in zip(self.pairs, state, strict=True)]
         return [half.contiguous() for half in halves]
 
-    def spans(self) -> list[slice]:
-        """The chunks of each span."""
-        num_chunks, rows, length = self.inputs.k.shape[:3]
-        size = ACCELERATOR_CHUNKS
-        if self.inputs.k.device.type == "cpu":
-            width = max(w.shape[-1] for w in self.inputs.weights)
-            size = min(max(CPU_ELEMENTS // (rows * length * width), 1), ACCELERATOR_CHUNKS)
-        return [slice(begin, min(begin + size, num_chunks)) for begin in range(0, num_chunks, size)]
-
     def network(self, num_chunks: int) -> InnerNetwork:
         """The memory network for tokens of ``num_chunks`` chunks, (n * G, b, D)."""
         if num_chunks not in self._networks:
@@ -63,9 +54,21 @@ class Scan:
             self._networks[num_chunks] = network
         return self._networks[num_chunks]
 
-    def restarts(self, at: slice) -> list[int]:
-        """The chunks of a span, counted in the span, before which a row restarts."""
-        return [n for n in range(at.stop - at.start) if at.start + n in self.options.restart_at]
+
+def spans_of(inputs: ScanInputs) -> list[slice]:
+    """The chunks of each span."""
+    num_chunks, rows, length = inputs.k.shape[:3]
+    size = ACCELERATOR_CHUNKS
+    if inputs.k.device.type == "cpu":
+        width = max(w.shape[-1] for w in inputs.weights)
+        size = min(max(CPU_ELEMENTS // (rows * length * width), 1), ACCELERATOR_CHUNKS)
+    return [slice(begin, min(begin + size, num_chunks)) for begin in range(0, num_chunks, size)]
+
+
+def take_span(inputs: ScanInputs, options: ScanOptions, at: slice) -> tuple[ScanInputs, ScanOptions]:
+    """What a scan over a span alone is given."""
+    restart_at = frozenset(n - at.start for n in options.restart_at if at.start <= n < at.stop)
+    return inputs.slice_chunks(at.start, at.stop), options._replace(restart_at=restart_at)
 
 
 class Ends(NamedTuple):
@@ -89,9 +92,8 @@ class Ends(NamedTuple):
     def mix(self, n: int, x: torch.Tensor, out: torch.Tensor) -> None:
         """Puts [c W + d S; m S] of x = [W; S] into ``out``."""
         (w, s), (w_out, s_out) = x.chunk(2, -2), out.chunk(2, -2)
-        torch.mul(w, self.c[n], out=w_out)
-        w_out.addcmul_(s, self.d[n])
-        torch.mul(s, self.m[n], out=s_out)
+        w_out.copy_(w).mul_(self.c[n]).addcmul_(s, self.d[n])
+        s_out.copy_(s).mul_(self.m[n])
 
 
 def scan_forward(inputs: ScanInputs, options: ScanOptions, keep: bool):
@@ -101,43 +103,53 @@ def scan_forward(inputs: ScanInputs, options: ScanOptions, keep: bool):
         [output, weights and momentum (if written), surprise (if asked for)], and with ``keep`` for each span the pairs
         at its chunks' starts, per layer (n, G, 2 * narrow, wide).
     """
-    scan = Scan(inputs, options)
-    state, spans = scan.join(inputs.weights, inputs.momentum), scan.spans()
+    scan, spans = Scan(inputs, options), spans_of(inputs)
+    state = scan.join(inputs.weights, inputs.momentum)
     outputs, surprises, kept = [], [], []
-    starts = [x.unsqueeze(0) for x in state] if spans[0].stop == 1 else _new_starts(state, spans[0].stop)
-    if spans[0].stop > 1:
-        for slot, x in zip(starts, state, strict=True):
-            slot[0] = x
-    for at, following in zip(spans, [*spans[1:], slice(0, 1)], strict=True):
-        after = _new_starts(state, following.stop - following.start) if options.write else starts
-        output, surprise = _forward_span(scan, at, starts, [slot[0] for slot in after])
+    for at in spans:
+        starts = _starts(state, at.stop - at.start)
+        output, surprise, state = forward_span(*take_span(inputs, options, at), starts)
         outputs.append(output)
         surprises.append(surprise)
         if keep:
             kept.append(starts)
-        starts = after
     results = [outputs[0] if len(outputs) == 1 else torch.cat(outputs)]
     if options.write:
-        results += scan.split([slot[0] for slot in starts])
+        results += scan.split(state)
     if options.surprise:
         results.append(torch.cat(surprises))
     return results, kept
 
 
-def _new_starts(state: list[torch.Tensor], num_chunks: int) -> list[torch.Tensor]:
-    """Room for the pairs at the starts of a span's chunks; one block a span, which an allocator can use again."""
-    return [x.new_empty(num_chunks, *x.shape) for x in state]
+def _starts(state: list[torch.Tensor], num_chunks: int) -> list[torch.Tensor]:
+    """Room for the pairs at the starts of a span's chunks, the first of them filled."""
+    if num_chunks == 1:
+        return [x.unsqueeze(0) for x in state]
+    # One block a span: an allocator can use it again, which it cannot with one as long as the sequence.
+    starts = [x.new_empty(num_chunks, *x.shape) for x in state]
+    for slot, x in zip(starts, state, strict=True):
+        slot[0] = x
+    return starts
 
 
-def _forward_span(scan: Scan, at: slice, starts: list[torch.Tensor], after: list[torch.Tensor]):
-    """Writes a span's chunks, each into the next one's start and the last one into ``after``, then reads them all."""
-    inputs, options, products = scan.inputs.slice_chunks(at.start, at.stop), scan.options, scan.products
+def forward_span(inputs: ScanInputs, options: ScanOptions, starts: list[torch.Tensor]):
+    """Writes a span's chunks one after another, then reads them all.
+
+    Args:
+        inputs, options: of the span.
+        starts: per layer (n, G, 2 * narrow, wide): the first chunk's is given, the others are filled in.
+
+    Returns:
+        Output (n, G, b_q, D), inner losses (n, G, b) or None, and per layer the pair behind the span.
+    """
+    scan, num_chunks = Scan(inputs, options), inputs.k.shape[0]
+    products = scan.products
     coefficients = chunk_coefficients(inputs.theta, inputs.alpha, inputs.eta, inputs.q.shape[-2], inputs.full)
-    ends, network, num_chunks = Ends.of(coefficients.end), scan.network(1), at.stop - at.start
-    restarts, kept = scan.restarts(at), []
+    ends, network, kept = Ends.of(coefficients.end), scan.network(1), []
+    after = [torch.empty_like(slot[0]) for slot in starts] if options.write else [slot[0] for slot in starts]
     states = [[slot[n] for slot in starts] for n in range(num_chunks)] + [after]
     for n in range(num_chunks):
-        if n in restarts:
+        if n in options.restart_at:
             _restart(scan, inputs.restart[n], states[n])
         weights = [pair.weights(products.operand(x)) for pair, x in zip(scan.pairs, states[n], strict=True)]
         kept.append(inner_gradient(network, weights, inputs.k[n], inputs.v[n]))
@@ -148,7 +160,7 @@ def _forward_span(scan: Scan, at: slice, starts: list[torch.Tensor], after: list
     terms = ReadTerms.of(scan, inputs, coefficients.read)
     output = read(scan, scan.network(num_chunks), terms, operands, a, g).output
     surprise = torch.stack([0.25 * f.error.square().sum(-1) for f in kept]) if options.surprise else None
-    return output.unflatten(0, (num_chunks, -1)), surprise
+    return output.unflatten(0, (num_chunks, -1)), surprise, after
 
 
 def _join_chunks(per_chunk: list[list[torch.Tensor]]) -> list[torch.Tensor]:

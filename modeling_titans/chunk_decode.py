@@ -1,0 +1,139 @@
+# Copyright 2026 The transformers-titans authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Reading tokens of a chunk that stays open, without gradients: what decoding does at almost every token.
+
+Weights and momentum are read where they lie and not written. What the open chunk's tokens come to is kept in
+`OpenChunk`, so that a token costs its own products and the scores with the others, not theirs again. The recurrence
+of the coefficients is linear in what came before, so tokens that follow P others are a chunk of their own whose
+incoming W and S have the coefficients of the P others inside (c, d, A, m and E as in `chunk_coefficients`):
+
+    S_t = m_t S_P + ...   =>   [m, E]_t = [m_t [m, E]_P, E_t]
+    W_t = c_t W_P + d_t S_P + ...   =>   [d, A]_t = [c_t [d, A]_P + d_t [m, E]_P, A_t]
+
+Shapes: B rows, H heads, D head dimension, P tokens open before the call, n new ones, of which the last n_q are read.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from .chunk_coefficients import chunk_coefficients
+from .inner_network import InnerNetwork, gelu_alone, inner_gradient, output_of
+from .memory_state import OpenChunk
+
+
+class NewTokens(NamedTuple):
+    """The tokens of a call.
+
+    Attributes:
+        q: (B, n_q, H, D) queries of the last ones.
+        keys: (B, P + n, H, D), those of the open tokens in front.
+        v: (B, n, H, D).
+        theta, alpha, eta: (B, n, H), as the chunk has them.
+    """
+
+    q: torch.Tensor
+    keys: torch.Tensor
+    v: torch.Tensor
+    theta: torch.Tensor
+    alpha: torch.Tensor
+    eta: torch.Tensor
+
+
+class OpenRead(NamedTuple):
+    """Answers (B, n_q, H, D), inner losses (B, n, H), and what is open behind the call."""
+
+    output: torch.Tensor
+    surprise: torch.Tensor
+    chunk: OpenChunk
+
+
+class _Coefficients(NamedTuple):
+    """c, d (B, H, n_q, 1) and A (B, H, n_q, P + n) where tokens are read; what `OpenChunk` keeps of the last one."""
+
+    c: torch.Tensor
+    d: torch.Tensor
+    A: torch.Tensor
+    kept: torch.Tensor
+    mixed: torch.Tensor
+    past: torch.Tensor
+
+
+def empty_chunk(weights: Sequence[torch.Tensor]) -> OpenChunk:
+    """The chunk of no token, before weights (B, H, D_in, D_out) per layer."""
+    shape = weights[0].shape[:2]
+    one, none = weights[0].new_ones(*shape, 1), weights[0].new_zeros(*shape, 1)
+    widths = [w.shape[-1] for w in weights]
+    inputs = tuple(none.new_zeros(*shape, 0, width) for width in widths[:-1])
+    return OpenChunk(inputs, tuple(none.new_zeros(*shape, 0, width) for width in widths), one, none, one)
+
+
+def read_open_chunk(
+    network: InnerNetwork,
+    weights: Sequence[torch.Tensor],
+    momentum: Sequence[torch.Tensor],
+    chunk: OpenChunk,
+    tokens: NewTokens,
+    forget_to: Sequence[torch.Tensor] | None = None,
+    real: torch.Tensor | None = None,
+) -> OpenRead:
+    """Reads new tokens behind the open ones (Titans, eq. 13-16), in the state's dtype; not for autograd.
+
+    Args:
+        network: M, with the norm's parameters by row and head, (B * H, 1, D).
+        weights, momentum: at the chunk's start, (B, H, D_in, D_out) per layer.
+        chunk: the open tokens.
+        tokens: the new ones.
+        forget_to: (B * H, D_in, D_out) per layer to which forgetting leads; None: to zero.
+        real: (B,) rows whose token is one, if there is a single new token; None: all are.
+    """
+    rows, shape = weights[0].shape[0], weights[0].shape[:2]
+    layers = [w.flatten(0, 1) for w in weights]
+    keys, v, q = (_by_head(t) for t in (tokens.keys, tokens.v, tokens.q))
+    factors = inner_gradient(network, layers, keys[:, keys.shape[1] - v.shape[1] :], v)
+    new = [t.unflatten(0, shape) for t in (*factors.a[1:], *factors.g)]
+    old = (*chunk.inputs, *chunk.errors)
+    if old[0].shape[2]:
+        new = [torch.cat(pair, 2) for pair in zip(old, new, strict=True)]
+    inputs, errors = new[: len(layers) - 1], new[len(layers) - 1 :]
+    at = _coefficients(chunk, tokens, q.shape[1], real)
+    c, d, A = (t.flatten(0, 1) for t in at[:3])
+    x = q
+    for layer, (w, s, g) in enumerate(zip(layers, momentum, errors, strict=True)):
+        x = gelu_alone(z).value if layer else q
+        a = inputs[layer - 1].flatten(0, 1) if layer else keys
+        z = torch.bmm(x, w).mul_(c).addcmul_(torch.bmm(x, s.flatten(0, 1)), d)
+        z.baddbmm_(torch.bmm(x, a.mT).mul_(A), g.flatten(0, 1), alpha=-1)
+        if forget_to is not None:
+            z.baddbmm_((1 - c) * x, forget_to[layer])
+    output = output_of(network, q, z)[0].unflatten(0, (rows, -1)).transpose(1, 2)
+    surprise = 0.25 * factors.error.square().sum(-1).unflatten(0, (rows, -1)).transpose(1, 2)
+    return OpenRead(output, surprise, OpenChunk(tuple(inputs), tuple(errors), *at[3:]))
+
+
+def _by_head(t: torch.Tensor) -> torch.Tensor:
+    """(B, n, H, D) -> (B * H, n, D)."""
+    return t.transpose(1, 2).flatten(0, 1)
+
+
+def _coefficients(chunk: OpenChunk, tokens: NewTokens, num_queries: int, real: torch.Tensor | None) -> _Coefficients:
+    theta, alpha, eta = (t.mT for t in tokens[3:])
+    if theta.shape[-1] > 1:
+        read, end, _ = chunk_coefficients(theta, alpha, eta, num_queries, None)
+        c, d, m = (t.unsqueeze(-1) for t in end[:3])
+        mixed = torch.cat([c * chunk.mixed + d * chunk.past, end.A], -1)
+        past = torch.cat([m * chunk.past, end.E], -1)
+        c_read, d_read = read.c.unsqueeze(-1), read.d.unsqueeze(-1)
+        before = c_read * chunk.mixed.unsqueeze(2) + d_read * chunk.past.unsqueeze(2)
+        A = torch.cat([before[..., 1:], read.A], -1)
+        return _Coefficients(c_read * chunk.kept.unsqueeze(2), before[..., :1], A, c * chunk.kept, mixed, past)
+    c, d, m = 1 - alpha, eta, eta
+    if real is not None:
+        is_real = real[:, None, None]
+        c, m, d, theta = (torch.where(is_real, t, other) for t, other in ((c, 1.0), (m, 1.0), (d, 0.0), (theta, 0.0)))
+    kept, past = c * chunk.kept, d * chunk.past
+    mixed = torch.cat([torch.addcmul(past, c, chunk.mixed), theta], -1)
+    past = torch.cat([past if real is None else m * chunk.past, theta], -1)
+    at = mixed.unsqueeze(2)
+    return _Coefficients(kept.unsqueeze(2), at[..., :1], at[..., 1:], kept, mixed, past)
