@@ -18,12 +18,14 @@ AUTO_MAP = {
 }
 
 # Each field of fixed words: (what it may say, what this version can build).
+BACKENDS = ("auto", "triton", "chunked", "compiled", "recurrent")
 CHOICES = {
     "variant": (("lmm", "mal", "mag", "mac"), ("lmm", "mal", "mag", "mac")),
     "memory_gating": (("silu", "sigmoid"), ("silu", "sigmoid")),
     "memory_rule": (("titans", "dla", "linear_attention", "swla"), ("titans",)),
     "memory_gate_granularity": (("token", "chunk"), ("token", "chunk")),
     "memory_forget_to": (("zero", "start"), ("zero", "start")),
+    "memory_backend": (BACKENDS, BACKENDS),
     "memory_caching": ((None, "residual", "grm", "soup", "ssc", "average"), (None,)),
     "cache_initialization": (("checkpoint", "independent"), ("checkpoint",)),
     "cache_segmentation": (("constant", "logarithmic"), ("constant",)),
@@ -97,6 +99,11 @@ class TitansConfig(PreTrainedConfig):
             Upper bound of alpha, < 1: at zero weights a memory of two or more layers has no gradient and stays dead.
         memory_forget_to (`str`, *optional*, defaults to `"zero"`):
             Where forgetting leads: `"zero"` (the paper) or `"start"`, the learned start weights.
+        memory_backend (`str`, *optional*, defaults to `"auto"`):
+            What computes the memory: `"triton"` (fused kernels), `"chunked"` (PyTorch), `"compiled"` (the same, each
+            span of chunks through `torch.compile`: for long training on a CPU), `"recurrent"` (token by token, to
+            check the others); `"auto"` is `"triton"` on a GPU where it takes the sizes and is installed, else
+            `"chunked"`. One asked for by name is never replaced by another.
         memory_residual (`bool`, *optional*, defaults to `True`):
             Whether the memory network adds its input to its output.
         memory_norm (`bool`, *optional*, defaults to `True`):
@@ -169,6 +176,7 @@ class TitansConfig(PreTrainedConfig):
     memory_max_lr: float | int = 1.0
     memory_max_forget: float | int = 0.5
     memory_forget_to: str = "zero"
+    memory_backend: str = "auto"
     memory_residual: bool = True
     memory_norm: bool = True
     memory_conv_kernel_size: int = 4

@@ -38,9 +38,22 @@ def token_by_token() -> Iterator[None]:
         yield
 
 
-def products_in(precision: torch.dtype) -> contextlib.AbstractContextManager:
-    """The context in which a forward takes its matrix products in bfloat16, or as its tensors' dtypes say."""
-    return torch.autocast("cpu", precision) if precision == torch.bfloat16 else contextlib.nullcontext()
+@contextlib.contextmanager
+def products_in(precision: torch.dtype) -> Iterator[None]:
+    """The context in which matrix products are taken in bfloat16, or as the tensors' dtypes say.
+
+    Backward passes belong inside too: the memory's follow torch's switch for float32 products, not autocast.
+    """
+    if precision != torch.bfloat16:
+        yield
+        return
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        with torch.autocast("cpu", precision):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def refuse_unless_alike(

@@ -23,6 +23,7 @@ from .attention_layout import FLASH, AttentionLayout, Blocks
 from .configuration_titans import TitansConfig
 from .layer_state import AttentionState
 from .merged_flash_attention import AttentionPart, merged_flash_attention
+from .short_calls import TitansLinear
 from .token_layout import round_up, take_or_zero
 
 
@@ -168,10 +169,10 @@ class TitansAttention(nn.Module):
         self.attention_dropout = config.attention_dropout
         self.is_causal = True
         width, bias = config.hidden_size, config.attention_bias
-        self.q_proj = nn.Linear(width, self.num_heads * self.head_dim, bias=bias)
-        self.k_proj = nn.Linear(width, self.num_key_value_heads * self.head_dim, bias=bias)
-        self.v_proj = nn.Linear(width, self.num_key_value_heads * self.head_dim, bias=bias)
-        self.o_proj = nn.Linear(self.num_heads * self.head_dim, width, bias=bias)
+        self.q_proj = TitansLinear(width, self.num_heads * self.head_dim, bias=bias)
+        self.k_proj = TitansLinear(width, self.num_key_value_heads * self.head_dim, bias=bias)
+        self.v_proj = TitansLinear(width, self.num_key_value_heads * self.head_dim, bias=bias)
+        self.o_proj = TitansLinear(self.num_heads * self.head_dim, width, bias=bias)
 
     def forward(
         self,

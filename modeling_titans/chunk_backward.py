@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from .chunk_coefficients import EndCoefficients, ReadCoefficients, chunk_coefficients, chunk_coefficients_adjoint
-from .chunk_forward import Ends, ReadTerms, Scan, read, spans_of, take_span
+from .chunk_forward import Ends, ReadTerms, Scan, as_asked, read, spans_of, take_span
 from .inner_network import (
     Factors,
     Hidden,
@@ -77,7 +77,8 @@ def scan_backward(
     tokens = [torch.empty_like(t) for t in list(inputs)[:6]]
     sums: list[list[torch.Tensor]] = [[], [], []]
     for at, span_starts in zip(reversed(spans_of(inputs)), reversed(starts), strict=True):
-        grads = backward_span(*take_span(inputs, options, at), span_starts, output_bar[at], state_bar)
+        span = take_span(inputs, options, at)
+        grads = as_asked(backward_span, *span)(*span, span_starts, output_bar[at], state_bar)
         for store, bar in zip(tokens, grads.tokens, strict=True):
             store[at] = bar
         for i, bars in enumerate(grads[1:4]):

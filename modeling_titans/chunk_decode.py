@@ -99,9 +99,10 @@ def read_open_chunk(
     inputs, errors = new[: len(layers) - 1], new[len(layers) - 1 :]
     at = _coefficients(chunk, tokens, q.shape[1], real)
     c, d, A = (t.flatten(0, 1) for t in at[:3])
-    x = q
+    x, z = q, q
     for layer, (w, s, g) in enumerate(zip(layers, momentum, errors, strict=True)):
-        x = gelu_alone(z).value if layer else q
+        if layer:
+            x = gelu_alone(z).value
         a = inputs[layer - 1].flatten(0, 1) if layer else keys
         z = torch.bmm(x, w).mul_(c).addcmul_(torch.bmm(x, s.flatten(0, 1)), d)
         z.baddbmm_(torch.bmm(x, a.mT).mul_(A), g.flatten(0, 1), alpha=-1)

@@ -6,6 +6,8 @@ Shapes: N chunks of the scan, n of a span, G rows times heads, b tokens in a chu
 dimension. A layer's state is the pair X that `state_pair` describes.
 """
 
+import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -65,6 +67,17 @@ def spans_of(inputs: ScanInputs) -> list[slice]:
     return [slice(begin, min(begin + size, num_chunks)) for begin in range(0, num_chunks, size)]
 
 
+def as_asked(function: Callable, inputs: ScanInputs, options: ScanOptions) -> Callable:
+    """``function`` of a span, compiled if the options say so and the span is one of many alike."""
+    alike = options.write and not options.restart_at and inputs.q.shape[2] == inputs.k.shape[2]
+    return _compiled(function) if options.compiled and alike else function
+
+
+@functools.cache
+def _compiled(function: Callable) -> Callable:
+    return torch.compile(function, dynamic=False)
+
+
 def take_span(inputs: ScanInputs, options: ScanOptions, at: slice) -> tuple[ScanInputs, ScanOptions]:
     """What a scan over a span alone is given."""
     restart_at = frozenset(n - at.start for n in options.restart_at if at.start <= n < at.stop)
@@ -108,7 +121,8 @@ def scan_forward(inputs: ScanInputs, options: ScanOptions, keep: bool):
     outputs, surprises, kept = [], [], []
     for at in spans:
         starts = _starts(state, at.stop - at.start)
-        output, surprise, state = forward_span(*take_span(inputs, options, at), starts)
+        span = take_span(inputs, options, at)
+        output, surprise, state = as_asked(forward_span, *span)(*span, starts)
         outputs.append(output)
         surprises.append(surprise)
         if keep:

@@ -45,6 +45,11 @@ def chunk_scan(inputs: ScanInputs, options: ScanOptions) -> ScanResult:
     return ScanResult(results[0], state[: options.depth], state[options.depth :], surprise)
 
 
+def compiled_chunk_scan(inputs: ScanInputs, options: ScanOptions) -> ScanResult:
+    """As `chunk_scan`; spans of whole chunks go through torch.compile, once for each of their sizes."""
+    return chunk_scan(inputs, options._replace(compiled=True))
+
+
 class _ChunkScan(torch.autograd.Function):
     @staticmethod
     def forward(ctx, options: ScanOptions, *flat: torch.Tensor | None):

@@ -12,6 +12,7 @@ from .configuration_titans import TitansConfig
 from .memory_ops import neural_memory
 from .memory_read import read_memory
 from .memory_state import MemoryState, NeuralMemoryState, SegmentState, number_of_rows
+from .short_calls import TitansConvolution, TitansLinear
 from .token_layout import TokenLayout, convolution_inputs
 
 
@@ -44,10 +45,11 @@ class TitansRMSNorm(nn.Module):
         self.variance_epsilon = eps
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        dtype = torch.promote_types(hidden_states.dtype, torch.float32)
-        x = hidden_states.to(dtype)
-        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
-        return self.weight * x.to(hidden_states.dtype)
+        shape, eps = self.weight.shape, self.variance_epsilon
+        if hidden_states.dtype == self.weight.dtype and hidden_states.dtype in (torch.float32, torch.float64):
+            return F.rms_norm(hidden_states, shape, self.weight, eps)
+        x = hidden_states.to(torch.promote_types(hidden_states.dtype, torch.float32))
+        return self.weight * F.rms_norm(x, shape, None, eps).to(hidden_states.dtype)
 
     def extra_repr(self) -> str:
         return f"{tuple(self.weight.shape)}, eps={self.variance_epsilon}"
@@ -124,12 +126,14 @@ class TitansNeuralMemory(nn.Module):
         self.layer_idx = layer_idx
         num_heads, head_dim, width = config.memory_num_heads, config.memory_head_dim, config.hidden_size
         inner_width = num_heads * head_dim
-        self.q_proj = nn.Linear(width, inner_width, bias=False)
-        self.k_proj = nn.Linear(width, inner_width, bias=False)
-        self.v_proj = nn.Linear(width, inner_width, bias=False)
+        self.q_proj = TitansLinear(width, inner_width, bias=False)
+        self.k_proj = TitansLinear(width, inner_width, bias=False)
+        self.v_proj = TitansLinear(width, inner_width, bias=False)
         kernel_size = config.memory_conv_kernel_size
         channels = 3 * inner_width
-        self.conv1d = nn.Conv1d(channels, channels, kernel_size, groups=channels, bias=False) if kernel_size else None
+        self.conv1d = None
+        if kernel_size:
+            self.conv1d = TitansConvolution(channels, channels, kernel_size, groups=channels, bias=False)
         self.theta_proj = TitansGate(config, theta_start(config.memory_depth))
         self.alpha_proj = TitansGate(config, ALPHA_START) if config.memory_forgetting else None
         self.eta_proj = TitansGate(config, ETA_START) if config.memory_momentum else None
@@ -139,8 +143,8 @@ class TitansNeuralMemory(nn.Module):
         self.memory_norm_weight = nn.Parameter(torch.ones(num_heads, head_dim)) if has_norm else None
         self.memory_norm_bias = nn.Parameter(torch.zeros(num_heads, head_dim)) if has_norm else None
         self.o_norm = TitansRMSNorm(head_dim, config.rms_norm_eps)
-        self.o_gate_proj = nn.Linear(width, inner_width, bias=False)
-        self.o_proj = nn.Linear(inner_width, width, bias=False)
+        self.o_gate_proj = TitansLinear(width, inner_width, bias=False)
+        self.o_proj = TitansLinear(inner_width, width, bias=False)
         self.initialise(nn.init)
 
     def initialise(self, init) -> None:
@@ -237,10 +241,12 @@ class TitansNeuralMemory(nn.Module):
     def _read(self, hidden_states, state: SegmentState, layout: TokenLayout) -> NeuralMemoryOutput:
         x, tail = self.q_proj(hidden_states), state.conv_tail
         if self.conv1d is not None:
-            # The convolution is depthwise: with nothing in the channels of keys and values it is that of the queries.
-            others = (0, 2 * x.shape[-1])
-            x, tail = self._convolve(F.pad(x, others), F.pad(tail.to(x.dtype), others), None, layout)
-            x, tail = x[..., : -others[1]], tail[..., : -others[1]]
+            number, tail = x.shape[-1], tail.to(x.dtype)
+            if not isinstance(self.conv1d, TitansConvolution):
+                # An adapter in its place takes all channels. It is depthwise: those of keys and values may be empty.
+                x, tail = (F.pad(t, (0, 2 * number)) for t in (x, tail))
+            x, tail = self._convolve(x, tail, None, layout)
+            x, tail = x[..., :number], tail[..., :number]
         q = F.silu(x).unflatten(-1, (self.config.memory_num_heads, self.config.memory_head_dim))
         y = read_memory(
             _unit(q),
@@ -257,8 +263,8 @@ class TitansNeuralMemory(nn.Module):
         theta, alpha, eta = self._gates(hidden_states)
         config = self.config
         result = neural_memory(
-            _unit(q),
-            _unit(k),
+            q,
+            k,
             v,
             theta,
             alpha,
@@ -274,19 +280,21 @@ class TitansNeuralMemory(nn.Module):
             layout=layout,
             start_state=None if start_state is None else start_state.memory,
             output_surprise=output_surprise,
+            backend=config.memory_backend,
         )
         return result.output, NeuralMemoryState(result.state, tail), result.surprise
 
     def _project(self, hidden_states, state, layout, start_state):
-        """Queries, keys and values (B, T, H, D) after convolution and SiLU, and the convolution's new tail."""
+        """Queries, keys and values (B, T, H, D), the first two of length 1, and the convolution's new tail."""
         x = torch.cat([self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)], -1)
         tail = state.conv_tail
         if self.conv1d is not None:
             start_tail = None if start_state is None else start_state.conv_tail.to(x.dtype)
             x, tail = self._convolve(x, tail.to(x.dtype), start_tail, layout)
         config = self.config
-        q, k, v = F.silu(x).unflatten(-1, (3, config.memory_num_heads, config.memory_head_dim)).unbind(2)
-        return q, k, v, tail
+        x = F.silu(x).unflatten(-1, (3, config.memory_num_heads, config.memory_head_dim))
+        q, k = _unit(x[:, :, :2]).unbind(2)
+        return q, k, x[:, :, 2], tail
 
     def _convolve(self, x, tail, start_tail, layout) -> tuple[torch.Tensor, torch.Tensor]:
         """x (B, T, 3 H D) behind its tail -> the convolution's result, and the tail behind x."""
@@ -345,7 +353,8 @@ def _attach(start_state: NeuralMemoryState, state: NeuralMemoryState) -> NeuralM
 
 def _unit(x: torch.Tensor) -> torch.Tensor:
     """x with length 1 in its last dimension."""
-    return F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1, eps=1e-6).to(x.dtype)
+    exact = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (exact / torch.linalg.vector_norm(exact, dim=-1, keepdim=True).clamp_min(1e-6)).to(x.dtype)
 
 
 def _sigmoid(logits: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from .chunk_scan import chunk_scan
+from .chunk_scan import chunk_scan, compiled_chunk_scan
 from .memory_checks import check_layout, check_options, check_parameters, check_state, check_tokens
 from .memory_ops_chunked import MemoryCall, MemoryResult, chunked_memory
 from .memory_ops_recurrent import recurrent_memory
@@ -16,7 +16,7 @@ from .memory_state import MemoryState, PendingTokens, map_tensors
 from .token_layout import TokenLayout
 
 
-BACKENDS = ("auto", "triton", "chunked", "recurrent")
+BACKENDS = ("auto", "triton", "chunked", "compiled", "recurrent")
 RULES = ("titans",)
 GATE_GRANULARITIES = ("token", "chunk")
 
@@ -70,8 +70,8 @@ def neural_memory(
         start_state: the state, of one row, in which a document begins; needed if the layout has document starts.
         output_surprise: whether to return the inner losses too.
         backend: "triton" (fused kernels; depth 1 and 2, see `triton_scan` for the sizes), "chunked" (the same form in
-            PyTorch), "recurrent" (token by token), or "auto": "triton" on a GPU where it takes the sizes and is
-            installed, else "chunked".
+            PyTorch), "compiled" (the same, whole chunks through torch.compile), "recurrent" (token by token), or
+            "auto": "triton" on a GPU where it takes the sizes and is installed, else "chunked".
 
     Returns:
         ``output`` (B, T, H, D) in q's dtype, zero at masked tokens; ``state`` after the call, in float32 (float64 if
@@ -121,7 +121,7 @@ def neural_memory(
         scan,
         torch.bfloat16 if dtype == torch.float32 and torch.get_float32_matmul_precision() == "medium" else None,
     )
-    if scan is not chunk_scan and q.dtype != dtype:
+    if scan not in (chunk_scan, compiled_chunk_scan) and q.dtype != dtype:
         call = _with_vectors(call, q, k, v)
     # Products of a state in float32 must not be taken in a lower precision behind the state's back.
     with torch.autocast(q.device.type, enabled=False):
@@ -140,7 +140,7 @@ def _pick_scan(backend: str, sizes: tuple, q: torch.Tensor) -> Callable:
             return triton_scan
         if backend == "triton":
             raise ValueError(f'{reason}; backend="chunked" takes it')
-    return chunk_scan
+    return compiled_chunk_scan if backend == "compiled" else chunk_scan
 
 
 @functools.cache

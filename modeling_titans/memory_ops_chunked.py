@@ -8,8 +8,12 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from .chunk_decode import NewTokens, empty_chunk, read_open_chunk
+from .chunk_scan import chunk_scan, compiled_chunk_scan
+from .inner_network import InnerNetwork
 from .memory_state import MemoryState, PendingTokens
 from .scan_inputs import ScanInputs, ScanOptions, ScanResult
+from .state_pair import Products
 from .token_layout import TokenLayout
 
 
@@ -55,7 +59,7 @@ def _alike_rows(call: MemoryCall) -> MemoryResult:
     tokens = [torch.cat(pair, 1) for pair in zip(state.pending, call.tokens, strict=True)]
     num_new, total = call.q.shape[1], tokens[0].shape[1]
     whole = total // b * b
-    outputs, surprises = [], []
+    reads = []
     if whole:
         # A lone chunk is read only where it is new; of several, the first one's pending tokens get idle queries.
         queries = call.q[:, : num_new - (total - whole)]
@@ -63,19 +67,45 @@ def _alike_rows(call: MemoryCall) -> MemoryResult:
             queries = F.pad(queries, (0, 0, 0, 0, state.count, 0))
         result = _scan(call, state, queries, [t[:, :whole] for t in tokens], whole // b, write=True)
         state = MemoryState(result.weights, result.momentum, state.pending, state.count)
-        outputs.append(_from_chunks(result.output, call, queries.shape[1]))
-        surprises.append(result.surprise)
-    rest = [t[:, whole:] for t in tokens]
+        reads.append(_columns_of(result, call))
+    rest, chunk = PendingTokens(*(t[:, whole:] for t in tokens)), None
     if whole < total:
-        result = _scan(call, state, call.q[:, max(num_new - (total - whole), 0) :], rest, 1, write=False)
-        outputs.append(_from_chunks(result.output, call, min(num_new, total - whole)))
-        surprises.append(result.surprise)
+        queries = call.q[:, max(num_new - (total - whole), 0) :]
+        if _keeps_chunk(call):
+            output, surprise, chunk = _read_open(call, state, queries, rest)
+            reads.append((output, surprise))
+        else:
+            reads.append(_columns_of(_scan(call, state, queries, rest, 1, write=False), call))
+    outputs, surprises = zip(*reads, strict=True)
     output = torch.cat(outputs, 1)[:, -num_new:]
-    surprise = None
-    if call.output_surprise:
-        surprise = torch.cat([_from_chunks(s, call, s.shape[0] * s.shape[2]) for s in surprises], 1)[:, -num_new:]
-    state = MemoryState(state.weights, state.momentum, PendingTokens(*rest), total - whole)
-    return MemoryResult(output, state, surprise)
+    surprise = torch.cat(surprises, 1)[:, -num_new:] if call.output_surprise else None
+    return MemoryResult(output, MemoryState(state.weights, state.momentum, rest, total - whole, chunk), surprise)
+
+
+def _keeps_chunk(call: MemoryCall) -> bool:
+    """Whether open chunks are read by `read_open_chunk`, which is not for autograd; a kernel reads them itself."""
+    in_pytorch = call.scan in (chunk_scan, compiled_chunk_scan)
+    return in_pytorch and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+
+
+def _read_open(call: MemoryCall, state: MemoryState, q, tokens: PendingTokens, real: torch.Tensor | None = None):
+    """Reads the last of an open chunk's tokens (B, P + n, H, ...), of which P may be known by `state.chunk`."""
+    batch_size, forget_to = q.shape[0], call.forget_to_weights
+    chunk = empty_chunk(state.weights) if state.chunk is None else state.chunk
+    k, v, *gates = tokens
+    num_open = chunk.mixed.shape[2] - 1
+    if call.chunk_gates:
+        gates = [t[:, :1].expand_as(t) for t in gates]
+    norm = [_by_row(t, batch_size, 1) for t in (call.norm_weight, call.norm_bias)]
+    return read_open_chunk(
+        InnerNetwork(call.residual, *norm, call.norm_eps, Products(None, q.dtype)),
+        state.weights,
+        state.momentum,
+        chunk,
+        NewTokens(q, k, v[:, num_open:], *(t[:, num_open:] for t in gates)),
+        None if forget_to is None else [_by_row(w, batch_size) for w in forget_to],
+        real,
+    )
 
 
 def _slotted_rows(call: MemoryCall) -> MemoryResult:
@@ -88,10 +118,7 @@ def _slotted_rows(call: MemoryCall) -> MemoryResult:
     result = _scan(call, state, queries, tokens, num_slots // call.chunk_size, write=True)
     pending = PendingTokens(*(slots.open_chunk(t) for t in tokens))
     state = MemoryState(result.weights, result.momentum, pending, slots.count)
-    output = slots.to_columns(_from_chunks(result.output, call, num_slots))
-    surprise = None
-    if call.output_surprise:
-        surprise = slots.to_columns(_from_chunks(result.surprise, call, num_slots))
+    output, surprise = (t if t is None else slots.to_columns(t) for t in _columns_of(result, call))
     return MemoryResult(output, state, surprise)
 
 
@@ -134,6 +161,13 @@ def _scan(call: MemoryCall, state: MemoryState, q, tokens, num_chunks: int, writ
 def _to_chunks(t: torch.Tensor, num_chunks: int) -> torch.Tensor:
     """(B, N * b, H, ...) -> (N, B * H, b, ...)."""
     return t.unflatten(1, (num_chunks, -1)).movedim(1, 0).transpose(2, 3).flatten(1, 2).contiguous()
+
+
+def _columns_of(result: ScanResult, call: MemoryCall) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A scan's outputs and inner losses (B, tokens, H, ...)."""
+    output, surprise = result.output, result.surprise
+    output = _from_chunks(output, call, output.shape[0] * output.shape[2])
+    return output, None if surprise is None else _from_chunks(surprise, call, surprise.shape[0] * surprise.shape[2])
 
 
 def _from_chunks(t: torch.Tensor, call: MemoryCall, length: int) -> torch.Tensor:

@@ -24,6 +24,26 @@ class PendingTokens(NamedTuple):
     eta: torch.Tensor
 
 
+class OpenChunk(NamedTuple):
+    """What the open chunk's tokens come to: it follows from `PendingTokens`, and is kept so that it is computed once.
+
+    Rows with fewer than P tokens have zeros behind their last one.
+
+    Attributes:
+        inputs: what the tokens' keys are at the inputs of layers 2..L, each (B, H, P, D_l).
+        errors: the errors at the layers' outputs, each (B, H, P, D_{l+1}).
+        kept: c, what the last token's weights have of those at the chunk's start, (B, H, 1).
+        mixed: d and A, what they have of the momentum at the chunk's start and of each token, (B, H, 1 + P).
+        past: m and E, what the last token's momentum has of them, (B, H, 1 + P).
+    """
+
+    inputs: tuple[torch.Tensor, ...]
+    errors: tuple[torch.Tensor, ...]
+    kept: torch.Tensor
+    mixed: torch.Tensor
+    past: torch.Tensor
+
+
 class MemoryState(NamedTuple):
     """What a neural memory knows of the tokens it has read.
 
@@ -37,12 +57,14 @@ class MemoryState(NamedTuple):
         pending: the open chunk's tokens.
         count: how many tokens are pending: an int if it is the same in every row (then P == count), else a
             LongTensor (B,) (then P == chunk_size - 1).
+        chunk: what the pending tokens come to, or None where that is not known; they alone are the truth.
     """
 
     weights: tuple[torch.Tensor, ...]
     momentum: tuple[torch.Tensor, ...]
     pending: PendingTokens
     count: int | torch.Tensor
+    chunk: OpenChunk | None = None
 
     @classmethod
     def initial(cls, weights: Sequence[torch.Tensor], batch_size: int) -> "MemoryState":

@@ -14,8 +14,11 @@ from .state_pair import Products
 
 
 class ScanOptions(NamedTuple):
-    """Static facts of a scan: see `chunk_scan`; ``products``: what operands of matrix products are rounded to, or None
-    for not at all."""
+    """Static facts of a scan: see `chunk_scan`.
+
+    ``products``: what operands of matrix products are rounded to, or None for not at all; ``compiled``: whether spans
+    of whole chunks go through torch.compile.
+    """
 
     depth: int
     residual: bool
@@ -24,6 +27,7 @@ class ScanOptions(NamedTuple):
     restart_at: frozenset[int]
     surprise: bool
     products: torch.dtype | None = None
+    compiled: bool = False
 
 
 class ScanInputs(NamedTuple):

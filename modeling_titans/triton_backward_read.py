@@ -17,8 +17,8 @@ import torch
 from .chunk_coefficients import ReadCoefficients
 from .inner_network import InnerNetwork
 from .triton_configs import LaunchConfig
-from .triton_forward import Scratch, _by_layer, _launch_parameters
-from .triton_launch import block_of
+from .triton_forward import Scratch
+from .triton_launch import block_of, by_layer, launch_parameters
 from .triton_math import (
     computed_once,
     dot,
@@ -121,14 +121,14 @@ def launch_reader_backward(
     Raises:
         ValueError: the tensors are not on a GPU and the kernels are not interpreted.
     """
-    sizes, launch = _launch_parameters("reader_backward", k, weights, config)
+    _, sizes, launch = launch_parameters("reader_backward", k, weights, precision, config)
     num_queries = q.shape[-2]
     r = torch.empty(*q.shape[:-1], sizes["H"], dtype=torch.float32, device=q.device) if len(weights) == 2 else None
     f = torch.empty_like(q, dtype=torch.float32)
     _reader_backward_kernel[(k.shape[0] * k.shape[1],)](
-        *(q, k, v, *read, *_by_layer(weights), *_by_layer(momentum), *_by_layer(forget_to)),
+        *(q, k, v, *read, *by_layer(weights), *by_layer(momentum), *by_layer(forget_to)),
         *(*scratch, r, f, output_bar, network.norm_weight, network.norm_bias, *gradients[:5], *gradients.coefficients),
-        *(*_by_layer(gradients.weights), *_by_layer(gradients.momentum), *_by_layer(gradients.forget_to)),
+        *(*by_layer(gradients.weights), *by_layer(gradients.momentum), *by_layer(gradients.forget_to)),
         *(gradients.norm_weight, gradients.norm_bias, network.norm_eps, k.shape[1]),
         **sizes,
         BQ=num_queries,
@@ -253,9 +253,7 @@ def _reader_backward_kernel(
                 w = load_tile(first_forget_to_ptr + start, features, hidden, H, 1, D, H)
                 r += rest[:, None] * dot(tl.trans(q), w, tl.zeros([BLOCK_Q, TILE], tl.float32), PRECISION)
             p = load_tile(p_ptr + hidden_token, tokens, hidden, H, 1, B, H)
-            a, slope = gelu_and_slope(
-                computed_once(load_tile(z_ptr + hidden_token, tokens, hidden, H, 1, B, H), tokens, B)
-            )
+            a, slope = gelu_and_slope(load_tile(z_ptr + hidden_token, tokens, hidden, H, 1, B, H))
             r = dot(tl.trans(attention), p * slope, r, PRECISION)
             store_tile(r_ptr + hidden_query, r, queries, hidden, H, 1, BQ, H)
             x = gelu(r)
@@ -306,10 +304,8 @@ def _reader_backward_kernel(
     for begin in range(0, H, TILE):
         hidden = begin + tl.arange(0, TILE)
         if DEPTH == 2:
-            x, slope = gelu_and_slope(
-                computed_once(load_tile(r_ptr + hidden_query, queries, hidden, H, 1, BQ, H), queries, BQ)
-            )
-            a = gelu(computed_once(load_tile(z_ptr + hidden_token, tokens, hidden, H, 1, B, H), tokens, B))
+            x, slope = gelu_and_slope(load_tile(r_ptr + hidden_query, queries, hidden, H, 1, BQ, H))
+            a = gelu(load_tile(z_ptr + hidden_token, tokens, hidden, H, 1, B, H))
         else:
             x = load_tile(q_ptr + query, queries, hidden, D, 1, BQ, D).to(tl.float32)
             a = load_tile(k_ptr + token, tokens, hidden, D, 1, B, D)
@@ -361,9 +357,7 @@ def _reader_backward_kernel(
             hidden = begin + tl.arange(0, TILE)
             r_bar = computed_once(load_tile(r_ptr + hidden_query, queries, hidden, H, 1, BQ, H), queries, BQ)
             p = load_tile(p_ptr + hidden_token, tokens, hidden, H, 1, B, H)
-            a, slope = gelu_and_slope(
-                computed_once(load_tile(z_ptr + hidden_token, tokens, hidden, H, 1, B, H), tokens, B)
-            )
+            a, slope = gelu_and_slope(load_tile(z_ptr + hidden_token, tokens, hidden, H, 1, B, H))
             product_bar = dot(p * slope, tl.trans(r_bar), product_bar, PRECISION)
             g_bar = dot(weighted, r_bar, tl.zeros([BLOCK_B, TILE], tl.float32), PRECISION)
             store_tile(first_g_bar_ptr + hidden_token, g_bar, tokens, hidden, H, 1, B, H)

@@ -18,9 +18,9 @@ from .chunk_coefficients import EndCoefficients
 from .inner_network import InnerNetwork
 from .triton_backward_read import ReadGradients
 from .triton_configs import LaunchConfig
-from .triton_forward import Scratch, _by_layer, _launch_parameters
+from .triton_forward import Scratch
+from .triton_launch import by_layer, launch_parameters
 from .triton_math import (
-    computed_once,
     dot,
     gelu_and_slope,
     gelu_slope_and_curvature,
@@ -108,13 +108,13 @@ def launch_writer_backward(
     Raises:
         ValueError: the tensors are not on a GPU and the kernels are not interpreted.
     """
-    sizes, launch = _launch_parameters("writer_backward", k, weights, config)
+    _, sizes, launch = launch_parameters("writer_backward", k, weights, precision, config)
     _writer_backward_kernel[(k.shape[1],)](
-        *(k, v, *end, *_by_layer(weights), *_by_layer(momentum), *_by_layer(forget_to), *scratch),
+        *(k, v, *end, *by_layer(weights), *by_layer(momentum), *by_layer(forget_to), *scratch),
         None if restart is None else restart.view(torch.uint8),
-        *(network.norm_weight, network.norm_bias, *read[1:5], *_by_layer(read.weights), *_by_layer(read.momentum)),
-        *(*_by_layer(weights_bar), *_by_layer(momentum_bar), *_by_layer(forget_to_bar)),
-        *(*_by_layer(start_weights_bar), *_by_layer(start_momentum_bar)),
+        *(network.norm_weight, network.norm_bias, *read[1:5], *by_layer(read.weights), *by_layer(read.momentum)),
+        *(*by_layer(weights_bar), *by_layer(momentum_bar), *by_layer(forget_to_bar)),
+        *(*by_layer(start_weights_bar), *by_layer(start_momentum_bar)),
         *(gradients.k, gradients.v, *gradients.end, gradients.norm_weight, gradients.norm_bias),
         *(network.norm_eps, *k.shape[:2]),
         **sizes,
@@ -278,7 +278,7 @@ def _unupdate_weights(
 @triton.jit
 def _move_matrix(source_at, target_at, columns, H: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr):
     """Adds an (H, D) matrix to another and leaves zeros."""
-    for begin in range(0, H, TILE):
+    for begin in tl.range(0, H, TILE, disable_licm=True):
         rows = begin + tl.arange(0, TILE)
         source = load_tile(source_at, rows, columns, D, 1, H, D)
         store_tile(target_at, source + load_tile(target_at, rows, columns, D, 1, H, D), rows, columns, D, 1, H, D)
@@ -350,13 +350,13 @@ def _writer_backward_kernel(
     PRECISION: tl.constexpr,
 ):
     """Program g: row and head g through all chunks, the last one first."""
-    g = tl.program_id(0).to(tl.int64)
-    features, tokens = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_B)
-    start = g * (D * H)
+    # No loop has anything computed ahead of it: it would only wait in memory for want of registers.
     for step in tl.range(num_chunks, disable_licm=True):
-        # Chunk n of row and head g, in tensors (N, G, ...). It is never negative; but of a maximum the compiler
-        # does not know that it advances evenly, and so does not carry dozens of addresses from chunk to chunk.
-        at = tl.maximum(g + (num_chunks - 1 - step) * num_groups, 0)
+        g = tl.program_id(0).to(tl.int64)
+        features, tokens = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_B)
+        # Chunk n of row and head g, in tensors (N, G, ...).
+        at = g + (num_chunks - 1 - step) * num_groups
+        start = g * (D * H)
         state, token, hidden_token = at * (D * H), at * (B * D), at * (B * H)
         # Rows and scalars are loaded where they are used: across the passes there are no registers for them.
         A_bar, E_bar = tl.zeros([BLOCK_B, TILE], tl.float32), tl.zeros([BLOCK_B, TILE], tl.float32)
@@ -368,11 +368,9 @@ def _writer_backward_kernel(
             d, m = tl.load(end_d_ptr + at), tl.load(end_m_ptr + at)
             A, E = load_row(end_A_ptr + at * B, tokens, B), load_row(end_E_ptr + at * B, tokens, B)
             d_bar, m_bar = tl.zeros([BLOCK_D], tl.float32), tl.zeros([BLOCK_D], tl.float32)
-            for begin in range(0, H, TILE):
+            for begin in tl.range(0, H, TILE, disable_licm=True):
                 hidden = begin + tl.arange(0, TILE)
-                a, slope = gelu_and_slope(
-                    computed_once(load_tile(z_ptr + hidden_token, tokens, hidden, H, 1, B, H), tokens, B)
-                )
+                a, slope = gelu_and_slope(load_tile(z_ptr + hidden_token, tokens, hidden, H, 1, B, H))
                 first_g = slope * load_tile(p_ptr + hidden_token, tokens, hidden, H, 1, B, H)
                 first_g_bar = load_tile(read_first_g_bar_ptr + hidden_token, tokens, hidden, H, 1, B, H)
                 w_bar = load_tile(first_w_bar_ptr + start, features, hidden, H, 1, D, H)
@@ -424,12 +422,10 @@ def _writer_backward_kernel(
         d, m = tl.load(end_d_ptr + at), tl.load(end_m_ptr + at)
         A, E = load_row(end_A_ptr + at * B, tokens, B), load_row(end_E_ptr + at * B, tokens, B)
         d_bar, m_bar = tl.zeros([TILE], tl.float32), tl.zeros([TILE], tl.float32)
-        for begin in range(0, H, TILE):
+        for begin in tl.range(0, H, TILE, disable_licm=True):
             hidden = begin + tl.arange(0, TILE)
             if DEPTH == 2:
-                a, slope = gelu_and_slope(
-                    computed_once(load_tile(z_ptr + hidden_token, tokens, hidden, H, 1, B, H), tokens, B)
-                )
+                a, slope = gelu_and_slope(load_tile(z_ptr + hidden_token, tokens, hidden, H, 1, B, H))
                 p_bar = slope * load_tile(read_first_g_bar_ptr + hidden_token, tokens, hidden, H, 1, B, H)
                 w = load_tile(last_w_ptr + state, features, hidden, 1, D, D, H)
                 top_bar = dot(w, tl.trans(p_bar), top_bar, PRECISION)
@@ -501,7 +497,7 @@ def _writer_backward_kernel(
         # Downwards through the last layer.
         c = tl.load(end_c_ptr + at)
         c_bar = tl.zeros([TILE], tl.float32)
-        for begin in range(0, H, TILE):
+        for begin in tl.range(0, H, TILE, disable_licm=True):
             hidden = begin + tl.arange(0, TILE)
             w = load_tile(last_w_ptr + state, features, hidden, 1, D, D, H)
             w_bar, c_bar = _unupdate_weights(
@@ -521,7 +517,7 @@ def _writer_backward_kernel(
                 FORGET_TO,
             )
             if DEPTH == 2:
-                z = computed_once(load_tile(z_ptr + hidden_token, tokens, hidden, H, 1, B, H), tokens, B)
+                z = load_tile(z_ptr + hidden_token, tokens, hidden, H, 1, B, H)
                 a, slope, curvature = gelu_slope_and_curvature(z)
                 first_g_bar = load_tile(read_first_g_bar_ptr + hidden_token, tokens, hidden, H, 1, B, H)
                 w_bar = dot(top, first_g_bar * slope, w_bar, PRECISION)
@@ -543,7 +539,7 @@ def _writer_backward_kernel(
             k = load_tile(k_ptr + token, features, tokens, 1, D, D, B)
             k_bar = load_tile(read_k_bar_ptr + token, features, tokens, 1, D, D, B)
             c_bar = tl.zeros([BLOCK_D], tl.float32)
-            for begin in range(0, H, TILE):
+            for begin in tl.range(0, H, TILE, disable_licm=True):
                 hidden = begin + tl.arange(0, TILE)
                 w = load_tile(first_w_ptr + state, features, hidden, H, 1, D, H)
                 w_bar, c_bar = _unupdate_weights(

@@ -1,29 +1,29 @@
 # Copyright 2026 The transformers-titans authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The forward of `chunk_scan` as Triton kernels: the sequential writer, and what runs on all chunks at once.
+"""The writes of `chunk_scan` as Triton kernels.
 
 *Writer*: one program per row and head takes the weights from chunk to chunk; state n is read from slot n of the
 boundary states and state n + 1 written to the next, tile by tile, so that states of any size pass through. *Factors*:
-the same inner gradients from boundary states that are there already. *Reader*: one program per chunk, row and head.
+the same inner gradients from boundary states that are there already, all chunks at once.
 
 The last layer is walked in tiles over its input: a two-layer memory's hidden features, whose first layer is computed
 on the way, or a one-layer memory's key itself. Beside the states, only each chunk's z, p and f go through memory:
 
     z = k W_1, a = gelu(z)      f: the last layer's result     g_L from f, k, v      p = g_L W_2^T, g_1 = p gelu'(z)
 
-Tiles are (features, tokens), see `triton_math`. Shapes: N chunks, G rows times heads, b tokens in a chunk of which the
-last b_q are read, D head dimension, h width of the last layer's input (D for one layer).
+Tiles are (features, tokens), see `triton_math`. Shapes: N chunks, G rows times heads, b tokens in a chunk, D head
+dimension, h width of the last layer's input (D for one layer).
 """
 
 from typing import NamedTuple
 
 import torch
 
-from .chunk_coefficients import EndCoefficients, ReadCoefficients
+from .chunk_coefficients import EndCoefficients
 from .inner_network import InnerNetwork
-from .triton_configs import LaunchConfig, config_for
-from .triton_launch import block_of, capability_of
-from .triton_math import dot, gelu, gelu_and_slope, layer_output, load_row, load_tile, operand, store_tile, top_error
+from .triton_configs import LaunchConfig
+from .triton_launch import by_layer, launch_parameters, token_block
+from .triton_math import dot, gelu, gelu_and_slope, load_row, load_tile, operand, store_tile, top_error
 
 
 try:
@@ -89,14 +89,13 @@ def launch_writer(
     Raises:
         ValueError: the tensors are not on a GPU and the kernels are not interpreted.
     """
-    config = config or _default_config("writer", k, weights, precision)
-    sizes, launch = _launch_parameters("writer", k, weights, config)
-    sizes["BLOCK_B"] = _block_of_tokens(config, sizes["B"])
+    config, sizes, launch = launch_parameters("writer", k, weights, precision, config)
+    sizes["BLOCK_B"] = token_block(config, sizes["B"])
     top = torch.empty(k.shape[1:], dtype=torch.float32, device=k.device) if sizes["BLOCK_B"] < sizes["B"] else None
     _writer_kernel[(k.shape[1],)](
-        *(k, v, *end, *_by_layer(weights), *_by_layer(momentum)),
+        *(k, v, *end, *by_layer(weights), *by_layer(momentum)),
         None if restart is None else restart.view(torch.uint8),
-        *(*_by_layer(start_weights), *_by_layer(start_momentum), *_by_layer(forget_to)),
+        *(*by_layer(start_weights), *by_layer(start_momentum), *by_layer(forget_to)),
         *(*scratch, top, surprise, network.norm_weight, network.norm_bias, network.norm_eps, *k.shape[:2]),
         **sizes,
         RESTART=restart is not None,
@@ -129,11 +128,10 @@ def launch_factors(
     Raises:
         ValueError: as `launch_writer`.
     """
-    config = config or _default_config("factors", k, weights, precision)
-    sizes, launch = _launch_parameters("factors", k, weights, config)
-    sizes["BLOCK_B"] = _block_of_tokens(config, sizes["B"])
+    config, sizes, launch = launch_parameters("factors", k, weights, precision, config)
+    sizes["BLOCK_B"] = token_block(config, sizes["B"])
     _factors_kernel[(k.shape[0] * k.shape[1] * -(-sizes["B"] // sizes["BLOCK_B"]),)](
-        *(k, v, *_by_layer(weights), *scratch, surprise),
+        *(k, v, *by_layer(weights), *scratch, surprise),
         *(network.norm_weight, network.norm_bias, network.norm_eps, k.shape[1]),
         **sizes,
         SURPRISE=surprise is not None,
@@ -144,95 +142,18 @@ def launch_factors(
     )
 
 
-def launch_reader(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    read: ReadCoefficients,
-    weights: tuple[torch.Tensor, ...],
-    momentum: tuple[torch.Tensor, ...],
-    scratch: Scratch,
-    network: InnerNetwork,
-    precision: str,
-    output: torch.Tensor,
-    *,
-    forget_to: tuple[torch.Tensor, ...] | None = None,
-    config: LaunchConfig | None = None,
-) -> None:
-    """M_{W_t}(q_t) for the last b_q tokens of every chunk (Titans, eq. 15).
-
-    Args:
-        q: (N, G, b_q, D), dtype of k.
-        read: at all tokens, c, d (N, G, b) and A (N, G, b, b) float32.
-        weights, momentum: by layer, at least N slots (N.., G, D_in, D_out): the states at each chunk's start.
-        scratch: as the writer or `launch_factors` left it.
-        output: (N, G, b_q, D): written, in its own dtype.
-        Others: as `launch_writer`.
-
-    Raises:
-        ValueError: as `launch_writer`.
-    """
-    config = config or _default_config("reader", k, weights, precision)
-    sizes, launch = _launch_parameters("reader", k, weights, config)
-    num_queries = q.shape[-2]
-    block = _block_of_tokens(config, num_queries)
-    _reader_kernel[(k.shape[0] * k.shape[1] * -(-num_queries // block),)](
-        *(q, k, v, *read, *_by_layer(weights), *_by_layer(momentum), *_by_layer(forget_to)),
-        *(scratch.z, scratch.p, scratch.f, output),
-        *(network.norm_weight, network.norm_bias, network.norm_eps, k.shape[1]),
-        **sizes,
-        BQ=num_queries,
-        BLOCK_Q=block,
-        BLOCK_K=min(sizes["BLOCK_B"], max(16, 64 * 64 // sizes["BLOCK_D"])),
-        FORGET_TO=forget_to is not None,
-        RESIDUAL=network.residual,
-        NORM=network.norm_weight is not None,
-        PRECISION=precision,
-        **launch,
-    )
-
-
-def _by_layer(group: tuple[torch.Tensor, ...] | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The first layer's tensor, None where there is only one layer, and the last layer's."""
-    if group is None:
-        return None, None
-    return (group[0] if len(group) == 2 else None), group[-1]
-
-
-def _default_config(kernel: str, k: torch.Tensor, weights, precision: str) -> LaunchConfig:
-    """How to launch a kernel whose operands of products are rounded to ``precision``."""
-    operand_bytes = {"bf16": 2, "bf16_bits": 2, "tf32": 4}.get(precision, 8)
-    return config_for(kernel, k.shape[-1], weights[-1].shape[-2], k.shape[-2], capability_of(k), operand_bytes)
-
-
-def _block_of_tokens(config: LaunchConfig, num_tokens: int) -> int:
-    """Tokens that are taken at a time."""
-    return min(block_of(num_tokens), config.tokens or block_of(num_tokens))
-
-
-def _launch_parameters(kernel: str, k: torch.Tensor, weights, config: LaunchConfig | None) -> tuple[dict, dict]:
-    """Sizes, and launch options, of a kernel on keys k and these weights."""
-    b, head_dim, hidden = *k.shape[-2:], weights[-1].shape[-2]
-    capability = capability_of(k)
-    config = config or config_for(kernel, head_dim, hidden, b, capability)
-    sizes = {
-        "DEPTH": len(weights),
-        "D": head_dim,
-        "H": hidden,
-        "B": b,
-        "BLOCK_D": block_of(head_dim),
-        "BLOCK_B": block_of(b),
-        "TILE": config.tile,
-    }
-    return sizes, {"num_warps": config.num_warps, "num_stages": config.num_stages}
-
-
 @triton.jit
-def _forward_of_keys(
+def _error_of_keys(
     k_at,
+    v_at,
     first_at,
     last_at,
     z_at,
+    f_at,
+    surprise_at,
+    norm_weight_at,
+    norm_bias_at,
+    eps,
     features,
     tokens,
     DEPTH: tl.constexpr,
@@ -240,9 +161,12 @@ def _forward_of_keys(
     H: tl.constexpr,
     B: tl.constexpr,
     TILE: tl.constexpr,
+    SURPRISE: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    NORM: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The last layer's result f (BLOCK_D, BLOCK_B) at a chunk's keys; leaves z behind ``z_at``."""
+    """g_L (BLOCK_D, tokens) of these keys; leaves z, f and the inner losses behind ``z_at``, ``f_at``, ..."""
     f = tl.zeros([features.shape[0], tokens.shape[0]], tl.float32)
     for begin in range(0, H, TILE):
         hidden = begin + tl.arange(0, TILE)
@@ -256,29 +180,8 @@ def _forward_of_keys(
             a = load_tile(k_at, hidden, tokens, 1, D, D, B)
         last = load_tile(last_at, hidden, features, D, 1, H, D)
         f = dot(tl.trans(last), a, f, PRECISION)
-    return f
-
-
-@triton.jit
-def _error_of_keys(
-    k_at,
-    v_at,
-    f,
-    f_at,
-    surprise_at,
-    norm_weight_at,
-    norm_bias_at,
-    eps,
-    features,
-    tokens,
-    D: tl.constexpr,
-    B: tl.constexpr,
-    SURPRISE: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-    NORM: tl.constexpr,
-):
-    """g_L (BLOCK_D, BLOCK_B) from f; leaves f, and the inner losses, behind ``f_at`` and ``surprise_at``."""
     store_tile(f_at, f, features, tokens, 1, D, D, B)
+
     k = load_tile(k_at, features, tokens, 1, D, D, B).to(tl.float32)
     v = load_tile(v_at, features, tokens, 1, D, D, B).to(tl.float32)
     norm_weight, norm_bias = features, features
@@ -545,13 +448,15 @@ def _writer_kernel(
             tl.debug_barrier()
         c, d, m = tl.load(end_c_ptr + at), tl.load(end_d_ptr + at), tl.load(end_m_ptr + at)
 
-        if B <= BLOCK_B:
-            tokens = tl.arange(0, BLOCK_B)
-            f = _forward_of_keys(k_at, first_w_at, last_w_at, z_at, features, tokens, DEPTH, D, H, B, TILE, PRECISION)
+        top = tl.zeros([BLOCK_D, BLOCK_B], tl.float32)
+        for block in range(0, B, BLOCK_B):
+            tokens = block + tl.arange(0, BLOCK_B)
             top = _error_of_keys(
                 k_at,
                 v_at,
-                f,
+                first_w_at,
+                last_w_at,
+                z_at,
                 f_at,
                 surprise_at,
                 norm_weight_at,
@@ -559,68 +464,23 @@ def _writer_kernel(
                 eps,
                 features,
                 tokens,
-                D,
-                B,
-                SURPRISE,
-                RESIDUAL,
-                NORM,
-            )
-            # The threads that read z in the update are not those that wrote it.
-            tl.debug_barrier()
-            _update_at_once(
-                k_at,
-                z_at,
-                p_at,
-                end_A_ptr + at * B,
-                end_E_ptr + at * B,
-                top,
-                first_w_at,
-                first_s_at,
-                last_w_at,
-                last_s_at,
-                step,
-                first_forget_to_at,
-                last_forget_to_at,
-                c,
-                d,
-                m,
-                features,
-                tokens,
                 DEPTH,
                 D,
                 H,
                 B,
                 TILE,
-                FORGET_TO,
+                SURPRISE,
+                RESIDUAL,
+                NORM,
                 PRECISION,
             )
-        else:
-            for block in range(0, B, BLOCK_B):
-                tokens = block + tl.arange(0, BLOCK_B)
-                f = _forward_of_keys(
-                    k_at, first_w_at, last_w_at, z_at, features, tokens, DEPTH, D, H, B, TILE, PRECISION
-                )
-                top = _error_of_keys(
-                    k_at,
-                    v_at,
-                    f,
-                    f_at,
-                    surprise_at,
-                    norm_weight_at,
-                    norm_bias_at,
-                    eps,
-                    features,
-                    tokens,
-                    D,
-                    B,
-                    SURPRISE,
-                    RESIDUAL,
-                    NORM,
-                )
+            if B > BLOCK_B:
                 store_tile(top_ptr + g * (B * D), top, features, tokens, 1, D, D, B)
                 if DEPTH == 2:
                     _back_of_keys(last_w_at, p_at, top, features, tokens, D, H, B, TILE, PRECISION)
-            tl.debug_barrier()
+        # The threads that read z in the update are not those that wrote it.
+        tl.debug_barrier()
+        if B > BLOCK_B:
             _update_in_blocks(
                 k_at,
                 z_at,
@@ -644,6 +504,34 @@ def _writer_kernel(
                 H,
                 B,
                 BLOCK_B,
+                TILE,
+                FORGET_TO,
+                PRECISION,
+            )
+        else:
+            _update_at_once(
+                k_at,
+                z_at,
+                p_at,
+                end_A_ptr + at * B,
+                end_E_ptr + at * B,
+                top,
+                first_w_at,
+                first_s_at,
+                last_w_at,
+                last_s_at,
+                step,
+                first_forget_to_at,
+                last_forget_to_at,
+                c,
+                d,
+                m,
+                features,
+                tl.arange(0, BLOCK_B),
+                DEPTH,
+                D,
+                H,
+                B,
                 TILE,
                 FORGET_TO,
                 PRECISION,
@@ -686,24 +574,12 @@ def _factors_kernel(
     tokens = (tl.program_id(0) % NUM_BLOCKS) * BLOCK_B + tl.arange(0, BLOCK_B)
     g = at % num_groups
     k_at, last_at = k_ptr + at * (B * D), last_w_ptr + at * (D * H)
-    f = _forward_of_keys(
-        k_at,
-        first_w_ptr + at * (D * H) if DEPTH == 2 else first_w_ptr,
-        last_at,
-        z_ptr + at * (B * H) if DEPTH == 2 else z_ptr,
-        features,
-        tokens,
-        DEPTH,
-        D,
-        H,
-        B,
-        TILE,
-        PRECISION,
-    )
     top = _error_of_keys(
         k_at,
         v_ptr + at * (B * D),
-        f,
+        first_w_ptr + at * (D * H) if DEPTH == 2 else first_w_ptr,
+        last_at,
+        z_ptr + at * (B * H) if DEPTH == 2 else z_ptr,
         f_ptr + at * (B * D),
         surprise_ptr + at * B if SURPRISE else surprise_ptr,
         norm_weight_ptr + g * D if NORM else norm_weight_ptr,
@@ -711,181 +587,15 @@ def _factors_kernel(
         eps,
         features,
         tokens,
+        DEPTH,
         D,
+        H,
         B,
+        TILE,
         SURPRISE,
         RESIDUAL,
         NORM,
+        PRECISION,
     )
     if DEPTH == 2:
         _back_of_keys(last_at, p_ptr + at * (B * H), top, features, tokens, D, H, B, TILE, PRECISION)
-
-
-@triton.jit
-def _read_tile(
-    x_c,
-    x_d,
-    x_rest,
-    w_at,
-    s_at,
-    forget_to_at,
-    rows,
-    columns,
-    acc,
-    ROW_STRIDE: tl.constexpr,
-    COLUMN_STRIDE: tl.constexpr,
-    ROW_END: tl.constexpr,
-    COLUMN_END: tl.constexpr,
-    FORGET_TO: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """acc + W^T (c x) + S^T (d x) [+ W_0^T ((1 - c) x)] over one tile; ``rows`` and ``columns`` are those of W^T."""
-    w = load_tile(w_at, rows, columns, ROW_STRIDE, COLUMN_STRIDE, ROW_END, COLUMN_END)
-    acc = dot(w, x_c, acc, PRECISION)
-    s = load_tile(s_at, rows, columns, ROW_STRIDE, COLUMN_STRIDE, ROW_END, COLUMN_END)
-    acc = dot(s, x_d, acc, PRECISION)
-    if FORGET_TO:
-        start = load_tile(forget_to_at, rows, columns, ROW_STRIDE, COLUMN_STRIDE, ROW_END, COLUMN_END)
-        acc = dot(start, x_rest, acc, PRECISION)
-    return acc
-
-
-@triton.jit
-def _rows_from(x, first, NUM_ROWS: tl.constexpr):
-    """``NUM_ROWS`` rows of x from row ``first``, a multiple of them."""
-    rows = x
-    if NUM_ROWS < x.shape[0]:
-        parts = tl.reshape(x, [x.shape[0] // NUM_ROWS, NUM_ROWS, x.shape[1]])
-        part = tl.arange(0, x.shape[0] // NUM_ROWS)[:, None, None]
-        rows = tl.sum(tl.where(part == first // NUM_ROWS, parts, 0.0), 0)
-    return rows
-
-
-@triton.jit(do_not_specialize=["num_groups"])
-def _reader_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    read_c_ptr,
-    read_d_ptr,
-    read_A_ptr,
-    first_w_ptr,
-    last_w_ptr,
-    first_s_ptr,
-    last_s_ptr,
-    first_forget_to_ptr,
-    last_forget_to_ptr,
-    z_ptr,
-    p_ptr,
-    f_ptr,
-    output_ptr,
-    norm_weight_ptr,
-    norm_bias_ptr,
-    eps,
-    num_groups,
-    DEPTH: tl.constexpr,
-    D: tl.constexpr,
-    H: tl.constexpr,
-    B: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    TILE: tl.constexpr,
-    BQ: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    FORGET_TO: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-    NORM: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Program (n * G + g) * blocks + i: the queries of block i in chunk n of row and head g."""
-    NUM_BLOCKS: tl.constexpr = (BQ + BLOCK_Q - 1) // BLOCK_Q
-    at = (tl.program_id(0) // NUM_BLOCKS).to(tl.int64)
-    g = at % num_groups
-    features, tokens = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_B)
-    queries = (tl.program_id(0) % NUM_BLOCKS) * BLOCK_Q + tl.arange(0, BLOCK_Q)
-    state, start, token, hidden_token = at * (D * H), g * (D * H), at * (B * D), at * (B * H)
-    # Coefficients of the tokens that are read, the last BQ of the chunk.
-    c = load_row(read_c_ptr + at * B + (B - BQ), queries, BQ)
-    d = load_row(read_d_ptr + at * B + (B - BQ), queries, BQ)
-    A = load_tile(read_A_ptr + at * (B * B) + (B - BQ) * B, tokens, queries, 1, B, B, BQ)
-    q_at, k_at = q_ptr + at * (BQ * D), k_ptr + token
-    first_forget_to_at, last_forget_to_at = first_forget_to_ptr, last_forget_to_ptr
-    if FORGET_TO:
-        last_forget_to_at += start
-        if DEPTH == 2:
-            first_forget_to_at += start
-
-    if DEPTH == 2:
-        q = load_tile(q_at, features, queries, 1, D, D, BQ).to(tl.float32)
-        attention = tl.zeros([BLOCK_B, BLOCK_Q], tl.float32)
-        for begin in range(0, D, TILE):
-            some = begin + tl.arange(0, TILE)
-            k = load_tile(k_at, tokens, some, D, 1, B, D)
-            attention = dot(k, load_tile(q_at, some, queries, 1, D, D, BQ), attention, PRECISION)
-        attention *= -A
-        q_c, q_d, q_rest = q * c[None, :], q * d[None, :], q * (1.0 - c)[None, :]
-    f = tl.zeros([BLOCK_D, BLOCK_Q], tl.float32)
-    scores = tl.zeros([BLOCK_B, BLOCK_Q], tl.float32)
-    for begin in range(0, H, TILE):
-        hidden = begin + tl.arange(0, TILE)
-        if DEPTH == 2:
-            z = load_tile(z_ptr + hidden_token, hidden, tokens, 1, H, H, B)
-            p = load_tile(p_ptr + hidden_token, hidden, tokens, 1, H, H, B)
-            a, slope = gelu_and_slope(z)
-            r = dot(p * slope, attention, tl.zeros([TILE, BLOCK_Q], tl.float32), PRECISION)
-            r = _read_tile(
-                q_c,
-                q_d,
-                q_rest,
-                first_w_ptr + state,
-                first_s_ptr + state,
-                first_forget_to_at,
-                hidden,
-                features,
-                r,
-                1,
-                H,
-                H,
-                D,
-                FORGET_TO,
-                PRECISION,
-            )
-            x = gelu(r)
-        else:
-            x = load_tile(q_at, hidden, queries, 1, D, D, BQ).to(tl.float32)
-            a = load_tile(k_at, hidden, tokens, 1, D, D, B).to(tl.float32)
-        scores = dot(tl.trans(a), x, scores, PRECISION)
-        f = _read_tile(
-            x * c[None, :],
-            x * d[None, :],
-            x * (1.0 - c)[None, :],
-            last_w_ptr + state,
-            last_s_ptr + state,
-            last_forget_to_at,
-            features,
-            hidden,
-            f,
-            1,
-            D,
-            D,
-            H,
-            FORGET_TO,
-            PRECISION,
-        )
-
-    norm_weight, norm_bias = features, features
-    if NORM:
-        norm_weight = load_row(norm_weight_ptr + g * D, features, D)
-        norm_bias = load_row(norm_bias_ptr + g * D, features, D)
-    scores *= -A
-    for block in range(0, B, BLOCK_K):
-        keys = block + tl.arange(0, BLOCK_K)
-        k = load_tile(k_at, features, keys, 1, D, D, B).to(tl.float32)
-        v = load_tile(v_ptr + token, features, keys, 1, D, D, B).to(tl.float32)
-        f_of_keys = load_tile(f_ptr + token, features, keys, 1, D, D, B)
-        _, top, _, _ = top_error(k, v, f_of_keys, norm_weight, norm_bias, features, eps, D, RESIDUAL, NORM)
-        f = dot(top, _rows_from(scores, block, BLOCK_K), f, PRECISION)
-    q = load_tile(q_at, features, queries, 1, D, D, BQ).to(tl.float32)
-    output, _, _ = layer_output(q, f, norm_weight, norm_bias, features, eps, D, RESIDUAL, NORM)
-    store_tile(output_ptr + at * (BQ * D), output, features, queries, 1, D, D, BQ)

@@ -1,10 +1,12 @@
 # Copyright 2026 The transformers-titans authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What every launch of a Triton kernel settles on the host: blocks, precision, and where it may run."""
+"""What every launch of a Triton kernel settles on the host: sizes, precision, options, and where it may run."""
 
 import functools
 
 import torch
+
+from .triton_configs import LaunchConfig, config_for
 
 
 try:
@@ -65,6 +67,52 @@ def capability_of(tensor: torch.Tensor) -> tuple[int, int] | None:
             "TRITON_INTERPRET=1 is set before they are first imported"
         )
     return _capability(tensor.device)
+
+
+def by_layer(group: tuple[torch.Tensor, ...] | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The first layer's tensor, None where there is only one layer, and the last layer's."""
+    if group is None:
+        return None, None
+    return (group[0] if len(group) == 2 else None), group[-1]
+
+
+def launch_parameters(
+    kernel: str,
+    k: torch.Tensor,
+    weights: tuple[torch.Tensor, ...],
+    precision: str,
+    config: LaunchConfig | None,
+) -> tuple[LaunchConfig, dict[str, int], dict[str, int]]:
+    """How a kernel is launched on keys (N, G, b, D) and weights (..., D_in, D_out) by layer.
+
+    Args:
+        kernel: its name in `triton_configs`. precision: of products, see `precision_of`.
+        config: None: the default for these sizes.
+
+    Returns:
+        The configuration, the sizes that every kernel takes, and Triton's options.
+
+    Raises:
+        ValueError: as `capability_of`.
+    """
+    b, head_dim, hidden = *k.shape[-2:], weights[-1].shape[-2]
+    capability = capability_of(k)
+    config = config or config_for(kernel, head_dim, hidden, b, capability, operand_bytes_of(precision))
+    sizes = {
+        "DEPTH": len(weights),
+        "D": head_dim,
+        "H": hidden,
+        "B": b,
+        "BLOCK_D": block_of(head_dim),
+        "BLOCK_B": block_of(b),
+        "TILE": config.tile,
+    }
+    return config, sizes, {"num_warps": config.num_warps, "num_stages": config.num_stages}
+
+
+def token_block(config: LaunchConfig, num_tokens: int) -> int:
+    """Tokens that a kernel takes at a time, of those it can take so."""
+    return min(block_of(num_tokens), config.tokens or block_of(num_tokens))
 
 
 @functools.lru_cache

@@ -239,10 +239,10 @@ def load_row(base, index, END: tl.constexpr):
 
 @triton.jit
 def computed_once(tile, rows, ROW_END: tl.constexpr):
-    """The tile, to be put around a loaded tile of which something elementwise then stands in a product.
+    """The tile, to be put around a loaded tile of which multiples then stand in products.
 
-    Without it the compiler takes the tile's elements to where the product wants them before it computes anything, and
-    several warps compute the same elements. A comparison with an index it does not move. The comparison itself is
+    Without it the compiler takes the tile's elements to where each product wants them before it multiplies, and
+    several warps multiply the same elements. A comparison with an index it does not move. The comparison itself is
     known to hold where the end is a multiple of the block, and costs nothing there; elsewhere it makes zeros of what
     are zeros.
     """

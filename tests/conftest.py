@@ -41,12 +41,13 @@ def one_thread():
 
 @pytest.fixture(autouse=True)
 def seeded():
-    """One seed per test, and no test leaves its default dtype or its gradient mode to the next one."""
+    """One seed per test, and no test leaves its default dtype, precision or gradient mode to the next one."""
     random.seed(0)
     torch.manual_seed(0)
-    dtype = torch.get_default_dtype()
+    dtype, precision = torch.get_default_dtype(), torch.get_float32_matmul_precision()
     yield
     torch.set_default_dtype(dtype)
+    torch.set_float32_matmul_precision(precision)
     torch.set_grad_enabled(True)
 
 

@@ -24,7 +24,7 @@ from titans_testing import (
     tiny_config,
     tiny_model,
 )
-from transformers_titans import TitansCache
+from transformers_titans import TitansCache, chunk_forward
 from transformers_titans.memory_layer import TitansNeuralMemory
 from transformers_titans.memory_ops import neural_memory
 
@@ -203,3 +203,18 @@ def test_inductor_decodes_a_token():
     assert_close("output", actual.hidden_states, expected.hidden_states, TOLERANCE[torch.float32])
     for index, pair in enumerate(zip(iterate_floats(actual.state), iterate_floats(expected.state), strict=True)):
         assert_close(f"state {index}", *pair, TOLERANCE[torch.float32])
+
+
+@pytest.mark.parametrize("length, count", [(31, 0), (13, 3)])
+def test_compiled_spans_equal_plain_ones(length, count, compiler, monkeypatch):
+    """backend="compiled": whole chunks go through torch.compile, in one graph for all spans alike; the rest does not."""
+    monkeypatch.setattr(chunk_forward, "_compiled", lambda function: torch.compile(function, backend=compiler))
+    inputs = make_inputs(length=length, count=count).require_grad()
+    expected = result_tensors(run_op(inputs, "chunked"), inputs.chunk_size)
+    actual = result_tensors(run_op(inputs, "compiled"), inputs.chunk_size)
+    gradients = [input_gradients(tensors, inputs) for tensors in (expected, actual)]
+    for name, tensor in expected.items():
+        assert_close(name, actual[name], tensor, TOLERANCE[F64])
+    for name, gradient in gradients[0].items():
+        assert_close(f"gradient of {name}", gradients[1][name], gradient, TOLERANCE[F64])
+    assert compiler.frame_count == 2

@@ -147,3 +147,31 @@ def test_out_of_time_it_writes_what_it_has(tmp_path):
     assert results["sweep"] == []
     assert not any("seconds" in row for row in [*results["scans"], *results["peers"]])
     assert "not run: out of time" in page
+
+
+def test_a_check_that_fails_is_red_and_one_that_does_not_fit_is_not():
+    reds = printed(
+        "import json, subprocess\n"
+        "import gpu_checks\n"
+        "ends = {\n"
+        "    'wrong': (0, json.dumps({'output': 1.0}), ''),\n"
+        "    'not a number': (0, json.dumps({'output': float('nan')}), ''),\n"
+        "    'crash': (1, '', 'RuntimeError: illegal memory access'),\n"
+        "    'too large': (1, '', 'triton.runtime.errors.OutOfResources: out of resource: shared memory'),\n"
+        "    'right': (0, json.dumps({'output': 1e-9}), ''),\n"
+        "}\n"
+        "cases = [gpu_checks.Case('h256', 'bfloat16', config) for config in (None, 1)]\n"
+        "gpu_checks.check_cases = lambda: cases\n"
+        "reds = {}\n"
+        "for name, end in ends.items():\n"
+        "    gpu_checks.subprocess.run = lambda command, **_: subprocess.CompletedProcess(command, *end)\n"
+        "    reds[name] = [gpu_checks.is_red(check) for check in gpu_checks.run_checks(gpu_checks.Clock(500))]\n"
+        "print(json.dumps(reds))"
+    )
+    assert reds == {
+        "wrong": [True, True],
+        "not a number": [True, True],
+        "crash": [True, True],
+        "too large": [True, False],
+        "right": [False, False],
+    }

@@ -325,6 +325,25 @@ def test_narrow_inputs_are_computed_in_float32(backend, dtype):
         assert_close(f"gradient of {name}", gradient, expected[name], TOLERANCE[gradient.dtype])
 
 
+def test_products_in_bfloat16_where_the_user_allows_them():
+    """torch's own switch decides; sums and state stay float32."""
+    inputs = make_inputs(length=29, max_step=0.002, max_forget=0.1).require_grad()
+    exact = result_tensors(run_op(inputs, "recurrent"), inputs.chunk_size)
+    narrow = inputs.to(torch.float32).require_grad()
+    full = run_op(narrow, "chunked").output
+    torch.set_float32_matmul_precision("medium")
+    actual = result_tensors(run_op(narrow, "chunked"), inputs.chunk_size)
+    assert relative_error(full, exact["output"]) < 1e-6 < 1e-4 < relative_error(actual["output"], exact["output"])
+    # A result takes a few rounded products one after another, a gradient twice as many.
+    allowed = 4 * TOLERANCE[torch.bfloat16]
+    for name, tensor in exact.items():
+        assert_close(name, actual[name], tensor, allowed)
+    expected = input_gradients(exact, inputs)
+    for name, gradient in input_gradients(actual, narrow).items():
+        assert gradient.dtype == torch.float32
+        assert_close(f"gradient of {name}", gradient, expected[name], 2 * allowed)
+
+
 @both_backends
 def test_the_widest_dtype_decides_the_state(backend):
     inputs = make_inputs()

@@ -70,13 +70,13 @@ def gates_of(N: int, G: int, b: int, corners: bool = False) -> tuple[torch.Tenso
     return tuple(g.double() for g in gates)
 
 
-COEFFICIENTS = [(1, 1, False), (16, 16, True), (24, 5, False), (37, 37, True), (64, 1, True)]
+COEFFICIENTS = [(1, 1, False), (16, 16, True), (24, 5, False), (37, 37, True)]
 
 
 @pytest.mark.parametrize(("b", "b_q", "corners"), COEFFICIENTS)
 @pytest.mark.parametrize("some_are_open", [True, False])
 def test_coefficients_and_their_adjoint(b, b_q, corners, some_are_open):
-    check_coefficients(gates_of(2, 3, b, corners), b_q, some_are_open)
+    check_coefficients(gates_of(2, 2, b, corners), b_q, some_are_open)
 
 
 @pytest.mark.parametrize("config", CONFIGS["coefficients"], ids=str)
@@ -293,11 +293,11 @@ def _flat_names(inputs: ScanInputs) -> list[str | None]:
 
 SCANS = [
     {},
-    {"D": 48, "h": 96, "b": 37, "full": True, "restart": True, "N": 5, "G": 1},
+    {"D": 48, "h": 96, "b": 37, "full": True, "restart": True, "N": 3, "G": 1},
     {"D": 80, "h": 320, "b": 16, "b_q": 1, "norm": False, "G": 1, "N": 1},
-    {"D": 16, "h": 48, "b": 128, "forget_to": True, "restart": True, "G": 1},
-    {"D": 16, "h": 16, "b": 1, "N": 3, "forget_to": True},
-    {"depth": 1, "D": 48, "b": 21, "full": True, "restart": True, "N": 5},
+    {"D": 16, "h": 48, "b": 128, "forget_to": True, "restart": True, "N": 1, "G": 2},
+    {"D": 16, "h": 16, "b": 1, "N": 3, "G": 1, "forget_to": True},
+    {"depth": 1, "D": 48, "b": 21, "full": True, "restart": True, "N": 5, "G": 1},
     {"depth": 1, "b": 16, "norm": False, "forget_to": True, "restart": True},
 ]
 
@@ -311,20 +311,20 @@ def test_gradients_equal_float64(sizes):
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("restart", [True, False])
 def test_gradients_through_an_open_chunk(depth, restart):
-    inputs = scan_inputs(N=1, b=16, b_q=3, depth=depth, restart=restart, forget_to=True)
+    inputs = scan_inputs(N=1, G=2, b=16, b_q=3, depth=depth, restart=restart, forget_to=True)
     check_gradients(inputs, scan_options(inputs, write=False, residual=False))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("depth", [1, 2])
 def test_gradients_of_16_bit_tokens(dtype, depth):
-    inputs = scan_inputs(b=16, D=32, depth=depth)
+    inputs = scan_inputs(G=1, b=16, D=32, depth=depth)
     check_gradients(inputs, scan_options(inputs), dtype)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_gradients_of_gates_at_their_limits(depth):
-    inputs = scan_inputs(b=16, depth=depth)
+    inputs = scan_inputs(G=1, b=16, depth=depth)
     corners = torch.tensor([[0.0, 0, 0], [0.05, 1, 0], [0.05, 0, 1], [0, 1, 1], [0.05, 0.5, 0.5]], dtype=torch.float64)
     picked = corners[torch.randint(0, len(corners), inputs.theta.shape)].to(DEVICE)
     inputs = inputs._replace(theta=picked[..., 0], alpha=picked[..., 1], eta=picked[..., 2])
@@ -332,11 +332,11 @@ def test_gradients_of_gates_at_their_limits(depth):
 
 
 def test_gradients_of_spans_do_not_show(monkeypatch):
-    inputs = in_dtype(scan_inputs(N=5, b=16, full=True, restart=True, forget_to=True), torch.float32)
+    inputs = in_dtype(scan_inputs(N=3, G=1, b=16, h=16, full=True, restart=True, forget_to=True), torch.float32)
     options = scan_options(inputs)
     bars = [torch.randn_like(t) for t in (inputs.q, *inputs.weights, *inputs.momentum)]
     whole = differentiate(triton_scan, inputs, options, bars)
-    monkeypatch.setattr(memory_ops_triton, "_PROGRAMS", 4)
+    monkeypatch.setattr(memory_ops_triton, "_PROGRAMS", 2)
     spans = differentiate(triton_scan, inputs, options, bars)
     # Sums over chunks are taken in another order; everything else is the same.
     for name, got, want in zip(filter(None, _flat_names(inputs)), spans, whole, strict=True):
@@ -344,7 +344,7 @@ def test_gradients_of_spans_do_not_show(monkeypatch):
 
 
 def test_tensors_and_gradients_that_are_not_contiguous():
-    inputs = in_dtype(scan_inputs(b=16, forget_to=True), torch.float32)
+    inputs = in_dtype(scan_inputs(N=1, b=16, h=16, forget_to=True), torch.float32)
     options = scan_options(inputs)
     bars = [torch.randn_like(t) for t in (inputs.q, *inputs.weights, *inputs.momentum)]
     expected = differentiate(triton_scan, inputs, options, bars)
@@ -360,7 +360,7 @@ def test_tensors_and_gradients_that_are_not_contiguous():
 
 def test_only_what_is_asked_for():
     """One input alone: the kernels compute the rest, and autograd drops it."""
-    inputs = in_dtype(scan_inputs(N=1, b=16), torch.float32)
+    inputs = in_dtype(scan_inputs(N=1, G=1, b=16), torch.float32)
     options = scan_options(inputs)
     bar = torch.randn_like(inputs.q)
     every = differentiate(triton_scan, inputs, options, [bar, *(torch.zeros_like(t) for t in inputs.weights * 2)])

@@ -15,7 +15,8 @@ pytest.importorskip("triton")
 from transformers_titans import memory_ops_triton, triton_launch  # noqa: E402
 from transformers_titans.memory_ops_triton import triton_scan  # noqa: E402
 from transformers_titans.triton_configs import CONFIGS, LaunchConfig  # noqa: E402
-from transformers_titans.triton_forward import Scratch, launch_factors, launch_reader, launch_writer  # noqa: E402
+from transformers_titans.triton_forward import Scratch, launch_factors, launch_writer  # noqa: E402
+from transformers_titans.triton_read import launch_reader  # noqa: E402
 
 
 def assert_results_close(actual: ScanResult, expected: ScanResult, allowed: float):
@@ -230,7 +231,7 @@ def test_every_configuration(kernel, config):
         ({"D": 24}, "head dimension is 24"),
         ({"D": 16, "h": 80}, "hidden width is 80"),
         ({"b": 129}, "chunk length is 129"),
-        ({"depth": 3}, "options.depth is 3"),
+        ({"depth": 3}, "depth is 3"),
     ],
     ids=str,
 )

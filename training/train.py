@@ -53,6 +53,7 @@ FREE_FIELDS = {
     "eos_token_id",
     "initializer_range",
     "max_position_embeddings",
+    "memory_backend",
     "pad_token_id",
     "use_cache",
 }
