@@ -31,13 +31,14 @@ from transformers_titans import TitansConfig, TitansForCausalLM
 WIDTH, HEADS, LAYERS, CHUNK, SEGMENT = 384, 6, 4, 64, 512
 LENGTH, PROMPT, NEW_TOKENS = 2048, 512, 128
 OURS, OURS_BF16 = "ours", "ours, bfloat16 products"
+COMPILED = "ours, compiled"
 PEER, PEER_EXACT, PEER_BF16 = "titans-pytorch", "titans-pytorch, eq. 16", "titans-pytorch, bfloat16 products"
-TRAINED, DECODED = (OURS, OURS_BF16, PEER, PEER_EXACT, PEER_BF16), (OURS, PEER, PEER_EXACT)
+TRAINED, DECODED = (OURS, COMPILED, OURS_BF16, PEER, PEER_EXACT, PEER_BF16), (OURS, PEER, PEER_EXACT)
 # The loss is a mean over the tokens, the gradients have passed four memories: rounding errors grow on the way.
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3, torch.bfloat16: 1e-1}
 
 
-def our_model(segment: int = SEGMENT) -> TitansForCausalLM:
+def our_model(segment: int = SEGMENT, backend: str = "auto") -> TitansForCausalLM:
     config = TitansConfig(
         variant="mac",
         vocab_size=256,
@@ -48,14 +49,15 @@ def our_model(segment: int = SEGMENT) -> TitansForCausalLM:
         segment_length=segment,
         num_persistent_tokens=4,
         memory_chunk_size=CHUNK,
+        memory_backend=backend,
     )
     return TitansForCausalLM(config)
 
 
 def model_of(name: str, segment: int = SEGMENT) -> torch.nn.Module:
     torch.manual_seed(0)
-    if name in (OURS, OURS_BF16):
-        return our_model(segment)
+    if name in (OURS, COMPILED, OURS_BF16):
+        return our_model(segment, "compiled" if name == COMPILED else "auto")
     return peer_model(WIDTH, HEADS, LAYERS, segment, CHUNK, exact=name == PEER_EXACT)
 
 
@@ -65,7 +67,7 @@ def text_of(length: int) -> torch.Tensor:
 
 def loss_of(name: str, model: torch.nn.Module, text: torch.Tensor) -> torch.Tensor:
     with products_in(torch.bfloat16 if name in (OURS_BF16, PEER_BF16) else torch.float32):
-        return model(text, labels=text).loss if name in (OURS, OURS_BF16) else model(text, return_loss=True)
+        return model(text, labels=text).loss if name in (OURS, COMPILED, OURS_BF16) else model(text, return_loss=True)
 
 
 def training_step(name: str, length: int) -> Callable[[], None]:

@@ -19,7 +19,7 @@ import argparse
 from collections.abc import Callable
 
 import torch
-from checks import products_in, refuse, refuse_unless_alike
+from checks import products_in, refuse, refuse_unless_alike, refuse_unless_close
 from peers import memory_layer as peer_layer
 from timing import Spread, alternate, markdown_table, peak_memory, report, speedup
 
@@ -29,25 +29,28 @@ from transformers_titans import TitansConfig, TitansNeuralMemory
 WIDTH, HEADS = 384, 6
 SETTINGS = ((64, 4096), (16, 2048))
 OURS, OURS_BF16 = "ours", "ours, bfloat16 products"
+COMPILED, COMPILED_BF16 = "ours, compiled", "ours, compiled, bfloat16 products"
 PEER, PEER_EXACT, PEER_BF16 = "titans-pytorch", "titans-pytorch, eq. 16", "titans-pytorch, bfloat16 products"
-CONTENDERS = (OURS, OURS_BF16, PEER, PEER_EXACT, PEER_BF16)
+OURS_ALL, IN_BF16 = (OURS, COMPILED, OURS_BF16, COMPILED_BF16), (OURS_BF16, COMPILED_BF16, PEER_BF16)
+CONTENDERS = (*OURS_ALL, PEER, PEER_EXACT, PEER_BF16)
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2}
 
 
-def our_layer(chunk_size: int) -> TitansNeuralMemory:
+def our_layer(chunk_size: int, backend: str = "auto") -> TitansNeuralMemory:
     torch.manual_seed(0)
-    return TitansNeuralMemory(TitansConfig(hidden_size=WIDTH, num_attention_heads=HEADS, memory_chunk_size=chunk_size))
+    sizes = {"hidden_size": WIDTH, "num_attention_heads": HEADS, "memory_chunk_size": chunk_size}
+    return TitansNeuralMemory(TitansConfig(**sizes, memory_backend=backend))
 
 
 def layer_of(name: str, chunk_size: int) -> torch.nn.Module:
-    if name in (OURS, OURS_BF16):
-        return our_layer(chunk_size)
+    if name in OURS_ALL:
+        return our_layer(chunk_size, "compiled" if name in (COMPILED, COMPILED_BF16) else "auto")
     torch.manual_seed(0)
     return peer_layer(WIDTH, HEADS, chunk_size, exact=name == PEER_EXACT)
 
 
 def precision_of(name: str) -> torch.dtype:
-    return torch.bfloat16 if name in (OURS_BF16, PEER_BF16) else torch.float32
+    return torch.bfloat16 if name in IN_BF16 else torch.float32
 
 
 def forward_and_backward(layer: torch.nn.Module, x: torch.Tensor, precision: torch.dtype) -> torch.Tensor:
@@ -56,7 +59,7 @@ def forward_and_backward(layer: torch.nn.Module, x: torch.Tensor, precision: tor
     x.grad = None
     with products_in(precision):
         y = layer(x)[0]
-    y.to(x.dtype).square().mean().backward()
+        y.to(x.dtype).square().mean().backward()
     return y
 
 
@@ -87,6 +90,18 @@ def check_ours(chunk_size: int) -> dict[str, float]:
     return refuse_unless_alike(f"our layer (chunk {chunk_size})", run, our_layer(chunk_size), TOLERANCE)
 
 
+def check_compiled(chunk_size: int, length: int) -> None:
+    """The compiled form against the plain one, both in float32 and at full length."""
+    x = torch.randn(1, length, WIDTH)
+    results = []
+    for name in (OURS, COMPILED):
+        layer, inputs = layer_of(name, chunk_size), x.clone().requires_grad_()
+        y = forward_and_backward(layer, inputs, torch.float32).detach()
+        results.append({"output": y, "input": inputs.grad} | {key: p.grad for key, p in layer.named_parameters()})
+    for key, tensor in results[0].items():
+        refuse_unless_close(f"{key} of the compiled layer", results[1][key], tensor, TOLERANCE[torch.float32])
+
+
 def check_peer(chunk_size: int, name: str) -> None:
     layer = layer_of(name, chunk_size)
     x = torch.randn(1, 4 * chunk_size, WIDTH).requires_grad_()
@@ -107,6 +122,7 @@ def check_peer(chunk_size: int, name: str) -> None:
 
 def measure(chunk_size: int, length: int, rounds: int) -> dict:
     errors = check_ours(chunk_size)
+    check_compiled(chunk_size, length)
     for name in (PEER, PEER_EXACT, PEER_BF16):
         check_peer(chunk_size, name)
     steps = {name: step(name, chunk_size, length) for name in CONTENDERS}

@@ -23,7 +23,7 @@ from .attention_layout import FLASH, AttentionLayout, Blocks
 from .configuration_titans import TitansConfig
 from .layer_state import AttentionState
 from .merged_flash_attention import AttentionPart, merged_flash_attention
-from .short_calls import TitansLinear
+from .short_calls import FEW, TitansLinear, is_short
 from .token_layout import round_up, take_or_zero
 
 
@@ -217,11 +217,17 @@ class TitansAttention(nn.Module):
 
     def _project(self, hidden_states, position_embeddings, layout, state, prefix_states, retrieved_states) -> _Heads:
         plain_query = self._split(self.q_proj(hidden_states))
-        query = rotate(plain_query, *position_embeddings)
+        streams = [hidden_states] if retrieved_states is None else [hidden_states, retrieved_states]
+        if prefix_states is None:
+            new, persistent = self._keys_and_values(streams), (None, None)
+        else:
+            *new, persistent = self._keys_and_values([*streams, prefix_states.unsqueeze(0)])
+            persistent = [t.squeeze(0) for t in persistent]
+        rotated = rotate(torch.cat([plain_query, *(keys for keys, _ in new)], 1), *position_embeddings)
+        query, *new_keys = rotated.split([self.num_heads] + [self.num_key_value_heads] * len(new), 1)
         kept = (None,) * 4 if state is None else state[:4]
 
-        def keys_and_values(x, kept_keys, kept_values):
-            keys, values = rotate(self._split(self.k_proj(x)), *position_embeddings), self._split(self.v_proj(x))
+        def behind_kept(keys, values, kept_keys, kept_values):
             if layout.mask is not None:
                 # Whatever stands at a masked token must not even be multiplied by zero.
                 keys, values = (torch.where(layout.mask[:, None, :, None], t, 0) for t in (keys, values))
@@ -229,13 +235,23 @@ class TitansAttention(nn.Module):
                 return keys, values
             return torch.cat([kept_keys.to(keys.dtype), keys], 2), torch.cat([kept_values.to(keys.dtype), values], 2)
 
-        keys, values = keys_and_values(hidden_states, *kept[:2])
-        persistent = retrieved = (None, None)
-        if prefix_states is not None:
-            persistent = (self._split(proj(prefix_states)) for proj in (self.k_proj, self.v_proj))
-        if retrieved_states is not None:
-            retrieved = keys_and_values(retrieved_states, *kept[2:])
+        keys, values = behind_kept(new_keys[0], new[0][1], *kept[:2])
+        retrieved = (None, None) if len(new) == 1 else behind_kept(new_keys[1], new[1][1], *kept[2:])
         return _Heads(query, plain_query, keys, values, *persistent, *retrieved)
+
+    def _keys_and_values(self, streams: list[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Keys and values (B, G, ., D) of each stream (B, ., hidden_size), in which B may differ."""
+        shapes = [x.shape[:2] for x in streams]
+        lengths = [rows * tokens for rows, tokens in shapes]
+        if torch.is_grad_enabled() or sum(lengths) > FEW:
+            return [(self._split(self.k_proj(x)), self._split(self.v_proj(x))) for x in streams]
+        # So few that one product for all of them costs as much as one for each.
+        tokens = torch.cat([x.flatten(0, 1) for x in streams]).unsqueeze(0)
+        parts = [proj(tokens).squeeze(0).split(lengths) for proj in (self.k_proj, self.v_proj)]
+        return [
+            tuple(self._split(t.unflatten(0, shape)) for t in pair)
+            for *pair, shape in zip(*parts, shapes, strict=True)
+        ]
 
     def _split(self, x: torch.Tensor) -> torch.Tensor:
         """(..., T, heads * D) -> (..., heads, T, D)."""
@@ -243,6 +259,10 @@ class TitansAttention(nn.Module):
 
     def _masked(self, heads: _Heads, layout: AttentionLayout, implementation: str):
         """Through transformers' attention interface; returns the output (B, T, H, D) and weights or None."""
+        dropout = self.attention_dropout if self.training else 0.0
+        few = not dropout and layout.blocks is None and is_short(heads.query, heads.query.shape[2])
+        if few and implementation == "sdpa":
+            return self._few_queries(heads, layout.attention_mask), None
         query, keys, values = heads.query, heads.keys, heads.values
         if layout.blocks is not None:
             query, keys, values = _to_blocks(query, keys, values, layout.blocks)
@@ -263,7 +283,7 @@ class TitansAttention(nn.Module):
             keys,
             values,
             layout.attention_mask,
-            dropout=self.attention_dropout if self.training else 0.0,
+            dropout=dropout,
             scaling=self.scaling,
             num_persistent=num_persistent,
             query_mask=layout.mask,
@@ -272,6 +292,22 @@ class TitansAttention(nn.Module):
         if layout.blocks is not None:
             output = _from_blocks(output, layout.blocks, (heads.query.shape[0], heads.query.shape[2]))
         return output, weights if implementation == "eager" else None
+
+    def _few_queries(self, heads: _Heads, mask: torch.Tensor) -> torch.Tensor:
+        """Keys and values where they lie, not side by side; returns the output (B, T, H, D)."""
+        shape = (heads.query.shape[0], self.num_key_value_heads, -1, self.head_dim)
+        query, plain_query = heads.query.reshape(shape), heads.plain_query.reshape(shape)
+        groups = [(query, heads.keys, heads.values), (query, heads.retrieved_keys, heads.retrieved_values)]
+        if heads.persistent_keys is not None:
+            groups.insert(0, (plain_query, heads.persistent_keys, heads.persistent_values))
+        groups = [group for group in groups if group[1] is not None]
+        scores = torch.cat([q @ k.mT for q, k, _ in groups], -1)
+        scores = scores.view(*heads.query.shape[:3], -1).mul_(self.scaling).masked_fill_(~mask, float("-inf"))
+        weights = (
+            torch.softmax(scores, -1).view(*shape[:3], scores.shape[-1]).split([k.shape[-2] for _, k, _ in groups], -1)
+        )
+        output = sum(w @ v for w, (_, _, v) in zip(weights, groups, strict=True))
+        return output.view(heads.query.shape).transpose(1, 2)
 
     def _persistent_scores(self, heads: _Heads) -> torch.Tensor:
         """(B, H, T, P) products of unrotated queries and persistent keys."""

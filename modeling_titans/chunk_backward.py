@@ -76,7 +76,7 @@ def scan_backward(
         state_bar = scan.join(state_bar[:depth], state_bar[depth:])
     tokens = [torch.empty_like(t) for t in list(inputs)[:6]]
     sums: list[list[torch.Tensor]] = [[], [], []]
-    for at, span_starts in zip(reversed(spans_of(inputs)), reversed(starts), strict=True):
+    for at, span_starts in zip(reversed(spans_of(inputs, options)), reversed(starts), strict=True):
         span = take_span(inputs, options, at)
         grads = as_asked(backward_span, *span)(*span, span_starts, output_bar[at], state_bar)
         for store, bar in zip(tokens, grads.tokens, strict=True):

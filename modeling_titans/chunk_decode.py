@@ -113,6 +113,42 @@ def read_open_chunk(
     return OpenRead(output, surprise, OpenChunk(tuple(inputs), tuple(errors), *at[3:]))
 
 
+def known_chunk(
+    network: InnerNetwork, weights: Sequence[torch.Tensor], tokens: NewTokens, real: torch.Tensor
+) -> OpenChunk:
+    """What pending tokens come to where rows have different numbers of them.
+
+    Args:
+        network, weights: as for `read_open_chunk`.
+        tokens: the pending ones in n places; the queries do not matter.
+        real: (B, n) places that are taken, in each row the first ones.
+    """
+    shape, present = weights[0].shape[:2], real[:, None]
+    keys, v = _by_head(tokens.keys), _by_head(tokens.v)
+    factors = inner_gradient(network, [w.flatten(0, 1) for w in weights], keys, v)
+    gates = zip(tokens[3:], (0.0, 0.0, 1.0), strict=True)
+    theta, alpha, eta = (torch.where(present, t.mT, neutral) for t, neutral in gates)
+    read, end, _ = chunk_coefficients(theta, alpha, eta, theta.shape[-1], None)
+    # Places behind the last token leave c, m and E as they are, but would add the momentum to the weights once more.
+    count = real.sum(1)[:, None, None]
+    mixed = torch.cat([read.d.unsqueeze(-1), read.A], -1)
+    mixed = torch.take_along_dim(mixed, (count - 1).clamp(min=0).unsqueeze(-1), 2).squeeze(2)
+    a, g = ([t.unflatten(0, shape) for t in group] for group in (factors.a[1:], factors.g))
+    past = torch.cat([end.m.unsqueeze(-1), end.E], -1)
+    return OpenChunk(tuple(a), tuple(g), end.c.unsqueeze(-1), torch.where(count > 0, mixed, 0.0), past)
+
+
+def in_place_of(chunk: OpenChunk, at: torch.Tensor) -> OpenChunk:
+    """A chunk of P + 1 tokens with the last one moved to the place ``at`` (B, P) of its row, or dropped."""
+
+    def put(t: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+        return torch.where(place, t[:, :, -1:], t[:, :, :-1])
+
+    inputs, errors = (tuple(put(t, at[:, None, :, None]) for t in group) for group in chunk[:2])
+    behind = torch.nn.functional.pad(at, (1, 0))[:, None]
+    return OpenChunk(inputs, errors, chunk.kept, put(chunk.mixed, behind), put(chunk.past, behind))
+
+
 def _by_head(t: torch.Tensor) -> torch.Tensor:
     """(B, n, H, D) -> (B * H, n, D)."""
     return t.transpose(1, 2).flatten(0, 1)

@@ -57,13 +57,13 @@ class Scan:
         return self._networks[num_chunks]
 
 
-def spans_of(inputs: ScanInputs) -> list[slice]:
-    """The chunks of each span."""
+def spans_of(inputs: ScanInputs, options: ScanOptions) -> list[slice]:
+    """The chunks of each span; one, where it is compiled: every span is then alike, and soon compiled."""
     num_chunks, rows, length = inputs.k.shape[:3]
-    size = ACCELERATOR_CHUNKS
+    size = 1 if options.compiled else ACCELERATOR_CHUNKS
     if inputs.k.device.type == "cpu":
         width = max(w.shape[-1] for w in inputs.weights)
-        size = min(max(CPU_ELEMENTS // (rows * length * width), 1), ACCELERATOR_CHUNKS)
+        size = min(max(CPU_ELEMENTS // (rows * length * width), 1), size)
     return [slice(begin, min(begin + size, num_chunks)) for begin in range(0, num_chunks, size)]
 
 
@@ -116,7 +116,7 @@ def scan_forward(inputs: ScanInputs, options: ScanOptions, keep: bool):
         [output, weights and momentum (if written), surprise (if asked for)], and with ``keep`` for each span the pairs
         at its chunks' starts, per layer (n, G, 2 * narrow, wide).
     """
-    scan, spans = Scan(inputs, options), spans_of(inputs)
+    scan, spans = Scan(inputs, options), spans_of(inputs, options)
     state = scan.join(inputs.weights, inputs.momentum)
     outputs, surprises, kept = [], [], []
     for at in spans:

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from .blockwise import EPS, silu_and_unit, takes_blocks
 from .configuration_titans import TitansConfig
 from .memory_ops import neural_memory
 from .memory_read import read_memory
@@ -292,7 +293,10 @@ class TitansNeuralMemory(nn.Module):
             start_tail = None if start_state is None else start_state.conv_tail.to(x.dtype)
             x, tail = self._convolve(x, tail.to(x.dtype), start_tail, layout)
         config = self.config
-        x = F.silu(x).unflatten(-1, (3, config.memory_num_heads, config.memory_head_dim))
+        x = x.unflatten(-1, (3, config.memory_num_heads, config.memory_head_dim))
+        if takes_blocks(x):
+            return *silu_and_unit(x).unbind(2), tail
+        x = F.silu(x)
         q, k = _unit(x[:, :, :2]).unbind(2)
         return q, k, x[:, :, 2], tail
 
@@ -354,7 +358,7 @@ def _attach(start_state: NeuralMemoryState, state: NeuralMemoryState) -> NeuralM
 def _unit(x: torch.Tensor) -> torch.Tensor:
     """x with length 1 in its last dimension."""
     exact = x.to(torch.promote_types(x.dtype, torch.float32))
-    return (exact / torch.linalg.vector_norm(exact, dim=-1, keepdim=True).clamp_min(1e-6)).to(x.dtype)
+    return (exact / torch.linalg.vector_norm(exact, dim=-1, keepdim=True).clamp_min(EPS)).to(x.dtype)
 
 
 def _sigmoid(logits: torch.Tensor) -> torch.Tensor:

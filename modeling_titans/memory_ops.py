@@ -119,7 +119,7 @@ def neural_memory(
         output_surprise,
         gate_granularity == "chunk",
         scan,
-        torch.bfloat16 if dtype == torch.float32 and torch.get_float32_matmul_precision() == "medium" else None,
+        torch.bfloat16 if dtype == torch.float32 and _precision() == "medium" else None,
     )
     if scan not in (chunk_scan, compiled_chunk_scan) and q.dtype != dtype:
         call = _with_vectors(call, q, k, v)
@@ -141,6 +141,12 @@ def _pick_scan(backend: str, sizes: tuple, q: torch.Tensor) -> Callable:
         if backend == "triton":
             raise ValueError(f'{reason}; backend="chunked" takes it')
     return compiled_chunk_scan if backend == "compiled" else chunk_scan
+
+
+# Compilers cannot trace torch's getter; the answer is settled before a model runs.
+@torch.compiler.assume_constant_result
+def _precision() -> str:
+    return torch.get_float32_matmul_precision()
 
 
 @functools.cache

@@ -2,13 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The chunked form of the neural memory: puts a call's tokens into chunks, scans them, and takes the output back."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from .chunk_decode import NewTokens, empty_chunk, read_open_chunk
+from .chunk_decode import NewTokens, OpenRead, empty_chunk, in_place_of, known_chunk, read_open_chunk
 from .chunk_scan import chunk_scan, compiled_chunk_scan
 from .inner_network import InnerNetwork
 from .memory_state import MemoryState, PendingTokens
@@ -77,9 +77,13 @@ def _alike_rows(call: MemoryCall) -> MemoryResult:
         else:
             reads.append(_columns_of(_scan(call, state, queries, rest, 1, write=False), call))
     outputs, surprises = zip(*reads, strict=True)
-    output = torch.cat(outputs, 1)[:, -num_new:]
-    surprise = torch.cat(surprises, 1)[:, -num_new:] if call.output_surprise else None
+    output = _joined(outputs)[:, -num_new:]
+    surprise = _joined(surprises)[:, -num_new:] if call.output_surprise else None
     return MemoryResult(output, MemoryState(state.weights, state.momentum, rest, total - whole, chunk), surprise)
+
+
+def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
 def _keeps_chunk(call: MemoryCall) -> bool:
@@ -88,34 +92,67 @@ def _keeps_chunk(call: MemoryCall) -> bool:
     return in_pytorch and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
-def _read_open(call: MemoryCall, state: MemoryState, q, tokens: PendingTokens, real: torch.Tensor | None = None):
+def _read_open(call: MemoryCall, state: MemoryState, q, tokens: PendingTokens) -> OpenRead:
     """Reads the last of an open chunk's tokens (B, P + n, H, ...), of which P may be known by `state.chunk`."""
-    batch_size, forget_to = q.shape[0], call.forget_to_weights
     chunk = empty_chunk(state.weights) if state.chunk is None else state.chunk
     k, v, *gates = tokens
-    num_open = chunk.mixed.shape[2] - 1
     if call.chunk_gates:
         gates = [t[:, :1].expand_as(t) for t in gates]
-    norm = [_by_row(t, batch_size, 1) for t in (call.norm_weight, call.norm_bias)]
+    v, *gates = (t[:, chunk.mixed.shape[2] - 1 :] for t in (v, *gates))
     return read_open_chunk(
-        InnerNetwork(call.residual, *norm, call.norm_eps, Products(None, q.dtype)),
-        state.weights,
-        state.momentum,
-        chunk,
-        NewTokens(q, k, v[:, num_open:], *(t[:, num_open:] for t in gates)),
-        None if forget_to is None else [_by_row(w, batch_size) for w in forget_to],
-        real,
+        _network(call), state.weights, state.momentum, chunk, NewTokens(q, k, v, *gates), _forget_to(call)
     )
+
+
+def _read_one(call: MemoryCall) -> MemoryResult:
+    """A single token in each row, that closes no chunk; rows differ in what they have pending, and in the mask."""
+    state, pending, real = call.state, call.state.pending, call.layout.mask[:, 0]
+    network, places = _network(call), torch.arange(call.chunk_size - 1, device=real.device)
+    old, new = pending[2:], call.tokens[2:]
+    if call.chunk_gates:
+        is_first = (state.count == 0)[:, None, None]
+        new = [torch.where(is_first, t, p[:, :1]) for t, p in zip(new, old, strict=True)]
+        old = [t[:, :1].expand_as(t) for t in old]
+    chunk = state.chunk
+    if chunk is None:
+        taken = places < state.count[:, None]
+        chunk = known_chunk(network, state.weights, NewTokens(call.q, pending.k, pending.v, *old), taken)
+    keys = torch.cat([pending.k, call.tokens.k], 1)
+    tokens = NewTokens(call.q, keys, call.tokens.v, *new)
+    read = read_open_chunk(network, state.weights, state.momentum, chunk, tokens, _forget_to(call), real)
+    at = (places == state.count[:, None]) & real[:, None]
+    pending = [
+        torch.where(at.view(*at.shape, *(1,) * (t.dim() - 2)), t, p) for t, p in zip(call.tokens, pending, strict=True)
+    ]
+    state = MemoryState(
+        state.weights, state.momentum, PendingTokens(*pending), call.layout.slots.count, in_place_of(read.chunk, at)
+    )
+    output = torch.where(real[:, None, None, None], read.output, 0)
+    surprise = torch.where(real[:, None, None], read.surprise, 0) if call.output_surprise else None
+    return MemoryResult(output, state, surprise)
+
+
+def _network(call: MemoryCall) -> InnerNetwork:
+    norm = [_by_row(t, call.q.shape[0], 1) for t in (call.norm_weight, call.norm_bias)]
+    return InnerNetwork(call.residual, *norm, call.norm_eps, Products(None, call.q.dtype))
+
+
+def _forget_to(call: MemoryCall) -> tuple[torch.Tensor, ...] | None:
+    """(B * H, D_in, D_out) per layer, or None."""
+    forget_to = call.forget_to_weights
+    return None if forget_to is None else tuple(_by_row(w, call.q.shape[0]) for w in forget_to)
 
 
 def _slotted_rows(call: MemoryCall) -> MemoryResult:
     """Rows differ: all of them go through slots, as many chunks as the longest one needs."""
     slots, state = call.layout.slots, call.state
+    if slots.stays_open and call.q.shape[1] == 1 and isinstance(state.count, torch.Tensor) and _keeps_chunk(call):
+        return _read_one(call)
     tokens = [slots.to_slots(*pair) for pair in zip(state.pending, call.tokens, strict=True)]
     idle = call.q.new_zeros(call.q.shape[0], state.pending.k.shape[1], *call.q.shape[2:])
     queries = slots.to_slots(idle, call.q)
-    num_slots = queries.shape[1]
-    result = _scan(call, state, queries, tokens, num_slots // call.chunk_size, write=True)
+    num_chunks = queries.shape[1] // call.chunk_size
+    result = _scan(call, state, queries, tokens, num_chunks, write=num_chunks > 1 or not slots.stays_open)
     pending = PendingTokens(*(slots.open_chunk(t) for t in tokens))
     state = MemoryState(result.weights, result.momentum, pending, slots.count)
     output, surprise = (t if t is None else slots.to_columns(t) for t in _columns_of(result, call))
@@ -125,7 +162,7 @@ def _slotted_rows(call: MemoryCall) -> MemoryResult:
 def _scan(call: MemoryCall, state: MemoryState, q, tokens, num_chunks: int, write: bool):
     """Scans ``num_chunks`` chunks of tokens (B, num_chunks * b, H, ...); q may cover only the last of them."""
     slots, batch_size = call.layout.slots, call.q.shape[0]
-    start, forget_to = call.start_state, call.forget_to_weights
+    start = call.start_state
     full, restart, restart_at = None, None, frozenset()
     if slots is not None:
         full = _by_chunk(slots.full, call)
@@ -145,7 +182,7 @@ def _scan(call: MemoryCall, state: MemoryState, q, tokens, num_chunks: int, writ
         norm_bias=_by_row(call.norm_bias, batch_size, 1),
         weights=tuple(w.flatten(0, 1) for w in state.weights),
         momentum=tuple(s.flatten(0, 1) for s in state.momentum),
-        forget_to=None if forget_to is None else tuple(_by_row(w, batch_size) for w in forget_to),
+        forget_to=_forget_to(call),
         start_weights=_start(start and start.weights, batch_size, restart),
         start_momentum=_start(start and start.momentum, batch_size, restart),
     )

@@ -27,7 +27,7 @@ class PendingTokens(NamedTuple):
 class OpenChunk(NamedTuple):
     """What the open chunk's tokens come to: it follows from `PendingTokens`, and is kept so that it is computed once.
 
-    Rows with fewer than P tokens have zeros behind their last one.
+    In rows with fewer than P tokens the coefficients behind the last one are zero.
 
     Attributes:
         inputs: what the tokens' keys are at the inputs of layers 2..L, each (B, H, P, D_l).
@@ -92,8 +92,8 @@ def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
     if isinstance(tree, torch.Tensor):
         return fn(tree)
     if isinstance(tree, tuple):
-        leaves = [map_tensors(fn, leaf) for leaf in tree]
-        return type(tree)(*leaves) if hasattr(tree, "_fields") else tuple(leaves)
+        leaves = [leaf if leaf is None else map_tensors(fn, leaf) for leaf in tree]
+        return tree._make(leaves) if hasattr(tree, "_fields") else tuple(leaves)
     return tree
 
 

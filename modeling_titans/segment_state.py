@@ -22,7 +22,9 @@ def enter_piece(state: TitansLayerState, start: TitansLayerState | None, piece: 
     missing = piece.memory.chunk_size - 1 - pending.k.shape[1]
     if missing:
         pending = map_tensors(lambda t: F.pad(t, (0, 0) * (t.dim() - 2) + (0, missing)), pending)
-    memory = MemoryState(memory.weights, memory.momentum, pending, piece.memory.count)
+    # What pending tokens come to has as many places as they have.
+    chunk = None if missing else memory.chunk
+    memory = MemoryState(memory.weights, memory.momentum, pending, piece.memory.count, chunk)
     attention = _widened(state.attention, piece)
     state = TitansLayerState(NeuralMemoryState(memory, state.memory.conv_tail), attention, state.segment)
     if piece.restart is None:

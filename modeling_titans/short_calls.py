@@ -13,22 +13,28 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from .blockwise import depthwise_convolution, takes_blocks
+
 
 # Tokens for which the products of halves are faster than one product.
-FEW = 4
+FEW = 8
 
 
-def is_short(x: torch.Tensor, num_tokens: int, weight: torch.Tensor) -> bool:
-    """Whether the short form may stand in: nothing needs a gradient, a trace or another kind of parameter."""
+def is_short(x: torch.Tensor, num_tokens: int) -> bool:
+    """Whether a short form may stand in: a few tokens in float32 on a CPU, and no gradient, trace or autocast."""
     return (
         num_tokens <= FEW
-        and type(weight) is nn.Parameter
         and x.device.type == "cpu"
-        and x.dtype == weight.dtype == torch.float32
+        and x.dtype == torch.float32
         and not torch.is_grad_enabled()
         and not torch.compiler.is_compiling()
         and not torch.is_autocast_enabled("cpu")
     )
+
+
+def _is_plain(weight: torch.Tensor) -> bool:
+    """Whether a weight is no quantized, sharded or otherwise special one."""
+    return type(weight) is nn.Parameter and weight.dtype == torch.float32
 
 
 class TitansLinear(nn.Linear):
@@ -36,11 +42,11 @@ class TitansLinear(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., in_features) -> (..., out_features)."""
-        if self.out_features % 2 or not is_short(x, x.numel() // self.in_features, self.weight):
+        if self.out_features % 2 or not (is_short(x, x.numel() // self.in_features) and _is_plain(self.weight)):
             return F.linear(x, self.weight, self.bias)
-        halves = self.weight.view(2, -1, self.in_features)
-        tokens = x.reshape(-1, self.in_features)
-        y = torch.bmm(halves, tokens.mT.expand(2, -1, -1)).flatten(0, 1).mT.reshape(*x.shape[:-1], self.out_features)
+        tokens = x.reshape(-1, self.in_features).mT
+        y = torch.bmm(self.weight.view(2, -1, self.in_features), tokens.expand(2, -1, -1))
+        y = y.view(self.out_features, -1).mT.reshape(*x.shape[:-1], self.out_features)
         return y if self.bias is None else y + self.bias
 
 
@@ -56,6 +62,8 @@ class TitansConvolution(nn.Conv1d):
             return super().forward(x)
         channels, taps = x.shape[1], self.weight.shape[2]
         weight = self.weight[:channels]
-        if is_short(x, x.shape[0] * (x.shape[2] - taps + 1), self.weight):
+        if is_short(x, x.shape[0] * (x.shape[2] - taps + 1)) and _is_plain(self.weight):
             return (x.unfold(2, taps, 1) * weight).sum(-1)
+        if takes_blocks(x, weight):
+            return depthwise_convolution(x.mT, weight).mT
         return F.conv1d(x, weight, groups=channels)

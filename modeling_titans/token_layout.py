@@ -63,6 +63,7 @@ class SlotTable(TensorTable):
         restart_at: the chunks in which that is so in any row.
         pending_slot: (B, chunk_size - 1) slots of the open chunk's tokens; ``pending_real`` says which exist.
         count: (B,) tokens pending after the call.
+        stays_open: whether it is known that no chunk ends, and no document begins, inside this call.
     """
 
     slot: torch.Tensor
@@ -73,6 +74,7 @@ class SlotTable(TensorTable):
     pending_slot: torch.Tensor
     pending_real: torch.Tensor
     count: torch.Tensor
+    stays_open: bool
 
     @classmethod
     def build(cls, mask: torch.Tensor, documents: TokenDocuments, count: int | torch.Tensor, chunk_size: int):
@@ -106,10 +108,13 @@ class SlotTable(TensorTable):
             restart = restart.scatter_(1, begins, True)[:, :-1]
             restart_at = frozenset(torch.nonzero(restart.any(0)).flatten().tolist())
 
+        # One wait for the device, where it may spare every layer a copy of its weights; a trace cannot wait.
+        may_stay = restart is None and num_columns < chunk_size and not torch.compiler.is_compiling()
+        stays_open = may_stay and not bool(full.any())
         left = total % chunk_size
         ahead = torch.arange(chunk_size - 1, device=mask.device)
         pending_slot = ((total - left)[:, None] + ahead).clamp(max=num_slots - 1)
-        return cls(slot, source, full, restart, restart_at, pending_slot, ahead < left[:, None], left)
+        return cls(slot, source, full, restart, restart_at, pending_slot, ahead < left[:, None], left, stays_open)
 
     def to_slots(self, pending: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
         """(B, P, ...) and (B, T, ...) -> (B, S, ...); empty slots are zero."""
@@ -210,6 +215,9 @@ def convolution_inputs(
         return inputs, None, inputs[:, inputs.shape[1] - reach :]
     documents, mask = layout.documents, layout.mask
     num_documents = documents.length.shape[1]
+    if x.shape[1] == num_documents == 1:
+        inputs = torch.cat([tail, x], 1)
+        return inputs, None, torch.where(mask[:, :, None], inputs[:, 1:], tail)
     # Every document, empty or not, takes `reach` slots for its tail in front of its tokens.
     place = documents.rank + reach * documents.index
     num_slots = x.shape[1] + reach * num_documents
