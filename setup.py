@@ -56,6 +56,7 @@ setup(
             "setuptools",
             "torchao",
             "transformers-mlinter",
+            "triton",
         ],
     },
     entry_points={"console_scripts": ["titans-train = transformers_titans.training.train:main"]},

@@ -313,9 +313,7 @@ class TitansCache(DynamicCache):
         if directory.is_file():
             raise ValueError(f"save_directory must be a directory, but {directory} is a file")
         directory.mkdir(parents=True, exist_ok=True)
-        # What pending tokens come to follows from them.
-        named = ((name, t) for name, t in iterate_tensors(self._tree()) if ".memory.chunk." not in name)
-        tensors = {name: t.detach().to("cpu", copy=True).contiguous() for name, t in named}
+        tensors = {name: t.detach().to("cpu", copy=True).contiguous() for name, t in iterate_tensors(self._tree())}
         meta = {
             "geometry": self.geometry,
             "columns": self.get_seq_length(),

@@ -133,11 +133,12 @@ def neural_memory(
 def _pick_scan(backend: str, sizes: tuple, q: torch.Tensor) -> Callable:
     """The scan that ``backend`` names or, for "auto", the fastest one that takes these sizes here."""
     if backend == "triton" or (backend == "auto" and q.is_cuda and _has_triton()):
-        from .memory_ops_triton import reason_against, triton_scan
+        from .memory_ops_triton import reason_against
+        from .triton_decode import scan_or_decode
 
-        reason = reason_against(*sizes)
+        reason = reason_against(*sizes, q)
         if reason is None:
-            return triton_scan
+            return scan_or_decode
         if backend == "triton":
             raise ValueError(f'{reason}; backend="chunked" takes it')
     return compiled_chunk_scan if backend == "compiled" else chunk_scan

@@ -13,6 +13,7 @@ from .chunk_scan import chunk_scan, compiled_chunk_scan
 from .inner_network import InnerNetwork
 from .memory_state import MemoryState, PendingTokens
 from .scan_inputs import ScanInputs, ScanOptions, ScanResult
+from .short_calls import FEW
 from .state_pair import Products
 from .token_layout import TokenLayout
 
@@ -87,9 +88,12 @@ def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _keeps_chunk(call: MemoryCall) -> bool:
-    """Whether open chunks are read by `read_open_chunk`, which is not for autograd; a kernel reads them itself."""
-    in_pytorch = call.scan in (chunk_scan, compiled_chunk_scan)
-    return in_pytorch and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    """Whether the call is one of those by which text is decoded: `read_open_chunk` reads its open chunk.
+
+    It is not for autograd, and a kernel reads open chunks itself. What it keeps pays off where few tokens follow.
+    """
+    decodes = call.q.shape[1] <= FEW and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    return decodes and call.scan in (chunk_scan, compiled_chunk_scan)
 
 
 def _read_open(call: MemoryCall, state: MemoryState, q, tokens: PendingTokens) -> OpenRead:

@@ -17,7 +17,7 @@ from .triton_backward_read import ReadGradients, launch_reader_backward
 from .triton_backward_write import WriteGradients, launch_writer_backward
 from .triton_coefficients import launch_coefficients, launch_coefficients_backward
 from .triton_forward import Scratch, launch_factors, launch_writer
-from .triton_launch import precision_of, widened
+from .triton_launch import capability_of, on_device_of, precision_of, widened
 from .triton_read import launch_reader
 
 
@@ -27,6 +27,8 @@ _PROGRAMS = 512
 _MAX_SPAN = 64
 
 _MAX_HEAD_DIM, _MAX_EXPANSION, _MAX_CHUNK = 256, 4, 128
+# Beyond both, the reader's backward in float32 or tf32 takes 176 KiB of shared memory; a block of sm_80 has 163.
+_WIDE_HEAD_DIM, _WIDE_CHUNK = 128, 64
 
 
 def triton_scan(inputs: ScanInputs, options: ScanOptions) -> ScanResult:
@@ -62,8 +64,10 @@ def triton_scan(inputs: ScanInputs, options: ScanOptions) -> ScanResult:
     return ScanResult(output, tuple(state[: options.depth]), tuple(state[options.depth :]), surprise)
 
 
-def reason_against(depth: int, head_dim: int, hidden: int, chunk_size: int, dtype: torch.dtype) -> str | None:
-    """Why the kernels do not take a memory of these sizes with a state of this dtype; None if they do."""
+def reason_against(
+    depth: int, head_dim: int, hidden: int, chunk_size: int, dtype: torch.dtype, q: torch.Tensor
+) -> str | None:
+    """Why the kernels do not take a memory of these sizes with a state of this dtype, for q; None if they do."""
     if depth not in (1, 2):
         return f"the memory's depth is {depth}, expected 1 or 2"
     if head_dim % 16 or not 16 <= head_dim <= _MAX_HEAD_DIM:
@@ -74,6 +78,12 @@ def reason_against(depth: int, head_dim: int, hidden: int, chunk_size: int, dtyp
         return f"chunk length is {chunk_size}, expected at most {_MAX_CHUNK}"
     if dtype != torch.float32:
         return f"dtype of a gate, a norm's parameter or a state is {dtype}, expected torch.float32"
+    wide = head_dim > _WIDE_HEAD_DIM and chunk_size > _WIDE_CHUNK and q.dtype != torch.bfloat16
+    if wide and q.is_cuda and capability_of(q) < (9, 0):
+        return (
+            f"head dimension {head_dim} with chunks of {chunk_size} tokens in {q.dtype} needs more shared memory than "
+            f"this GPU has, expected at most {_WIDE_HEAD_DIM} or {_WIDE_CHUNK}, or torch.bfloat16"
+        )
     return None
 
 
@@ -82,7 +92,7 @@ def _check(inputs: ScanInputs, options: ScanOptions) -> None:
     others = [t for t in (*flat[3:6], *flat[8:]) if t is not None]
     dtype = next((t.dtype for t in others if t.dtype != torch.float32), torch.float32)
     b, head_dim = inputs.k.shape[-2:]
-    reason = reason_against(options.depth, head_dim, inputs.weights[-1].shape[-2], b, dtype)
+    reason = reason_against(options.depth, head_dim, inputs.weights[-1].shape[-2], b, dtype, inputs.q)
     if reason is not None:
         raise ValueError(f'{reason}; backend="chunked" takes it')
     if not options.write and inputs.k.shape[0] != 1:
@@ -165,7 +175,7 @@ def _forward(
                 t[0].copy_(t[last])
         slots = [t[begin : end + 1] if keep else t for t in states]
         to = [None if t is None else t[begin:end] for t in (output, surprise)]
-        with torch.cuda.device_of(inputs.k):
+        with on_device_of(inputs.k):
             _forward_span(_slice_chunks(inputs, begin, end), options, precision, slots, scratch, *to)
         last = end if keep else end - begin
     # Copies: a view would keep all of the states alive with the last one.
@@ -239,7 +249,7 @@ def _backward(
     for begin in reversed(range(0, num_chunks, span)):
         at = begin, min(begin + span, num_chunks)
         here = [_slice_chunks(t, *at) for t in (inputs, gradients)]
-        with torch.cuda.device_of(inputs.k):
+        with on_device_of(inputs.k):
             _backward_span(*here, options, precision, [t[slice(*at)] for t in states], output_bar[slice(*at)])
     return gradients
 

@@ -5,7 +5,7 @@
 import torch
 
 from .layer_state import AttentionState, TitansLayerState
-from .memory_state import MemoryState, NeuralMemoryState, PendingTokens, SegmentState, iterate_tensors
+from .memory_state import MemoryState, NeuralMemoryState, OpenChunk, PendingTokens, SegmentState, iterate_tensors
 
 
 def state_from_tensors(tensors: dict, geometry: dict, batch_size: int) -> TitansLayerState:
@@ -48,7 +48,7 @@ def _check_kinds(state: TitansLayerState) -> None:
     for name, tensor in iterate_tensors(state):
         if name.endswith("count"):
             allowed = (torch.long,)
-        elif any(group in name for group in ("weights", "momentum", "pending")):
+        elif any(group in name for group in ("weights", "momentum", "pending", "chunk")):
             allowed = exact
         else:
             allowed = (*exact, torch.bfloat16, torch.float16)
@@ -94,7 +94,12 @@ def _template(tensors: dict, geometry: dict, batch_size: int) -> TitansLayerStat
     if geometry["memory_conv_kernel_size"]:
         reach, channels = geometry["memory_conv_kernel_size"] - 1, num_heads * head_dim
         tail, segment_tail = _shape(batch_size, reach, 3 * channels), _shape(batch_size, reach, channels)
-    state = MemoryState(layers, layers, PendingTokens(vector, vector, gate, gate, gate), count)
+    chunk = None
+    if "chunk" in memory:
+        inner = tuple(_shape(batch_size, num_heads, pending, width) for width in widths[1:])
+        scalars = _shape(batch_size, num_heads, 1 + pending)
+        chunk = OpenChunk(inner[:-1], inner, _shape(batch_size, num_heads, 1), scalars, scalars)
+    state = MemoryState(layers, layers, PendingTokens(vector, vector, gate, gate, gate), count, chunk)
     attention = segment = None
     if geometry["variant"] != "lmm":
         parts, is_mac = tensors["attention"], geometry["variant"] == "mac"

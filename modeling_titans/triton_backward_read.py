@@ -6,8 +6,12 @@ The read itself is computed again from the states at the chunks' starts. Three p
 input, so that few values are alive at a time: forward to the output; back through the last layer; back through the
 first. Between passes the hidden pre-activation r, then its gradient, goes through memory.
 
-Tiles are (features, tokens), see `triton_math`. Shapes: N chunks, G rows times heads, b tokens in a chunk of which the
-last b_q are read, D head dimension, h width of the last layer's input (D for one layer).
+What has D features lies (features, tokens), see `triton_math`; tiles of the last layer's input ("hidden") lie (tokens,
+hidden) and those of either layer's state (features, hidden), so that D and the tokens, both 64 at the default sizes,
+are the left sides of all products.
+
+Shapes: N chunks, G rows times heads, b tokens in a chunk of which the last b_q are read, D head dimension, h width
+of the last layer's input (D for one layer).
 """
 
 from typing import NamedTuple
@@ -18,7 +22,7 @@ from .chunk_coefficients import ReadCoefficients
 from .inner_network import InnerNetwork
 from .triton_configs import LaunchConfig
 from .triton_forward import Scratch
-from .triton_launch import block_of, by_layer, launch_parameters
+from .triton_launch import by_layer, launch_parameters, token_block
 from .triton_math import (
     computed_once,
     dot,
@@ -121,24 +125,62 @@ def launch_reader_backward(
     Raises:
         ValueError: the tensors are not on a GPU and the kernels are not interpreted.
     """
-    _, sizes, launch = launch_parameters("reader_backward", k, weights, precision, config)
+    config, sizes, launch = launch_parameters("reader_backward", k, weights, precision, config)
     num_queries = q.shape[-2]
+    block = token_block(config, num_queries)
     r = torch.empty(*q.shape[:-1], sizes["H"], dtype=torch.float32, device=q.device) if len(weights) == 2 else None
     f = torch.empty_like(q, dtype=torch.float32)
-    _reader_backward_kernel[(k.shape[0] * k.shape[1],)](
-        *(q, k, v, *read, *by_layer(weights), *by_layer(momentum), *by_layer(forget_to)),
-        *(*scratch, r, f, output_bar, network.norm_weight, network.norm_bias, *gradients[:5], *gradients.coefficients),
-        *(*by_layer(gradients.weights), *by_layer(gradients.momentum), *by_layer(gradients.forget_to)),
-        *(gradients.norm_weight, gradients.norm_bias, network.norm_eps, k.shape[1]),
-        **sizes,
-        BQ=num_queries,
-        BLOCK_Q=block_of(num_queries),
-        FORGET_TO=forget_to is not None,
-        RESIDUAL=network.residual,
-        NORM=network.norm_weight is not None,
-        PRECISION=precision,
-        **launch,
-    )
+    for first_query in range(0, num_queries, block):
+        _reader_backward_kernel[(k.shape[0] * k.shape[1],)](
+            *(q, k, v, *read, *by_layer(weights), *by_layer(momentum), *by_layer(forget_to), *scratch, r, f),
+            *(output_bar, network.norm_weight, network.norm_bias, *gradients[:5], *gradients.coefficients),
+            *(*by_layer(gradients.weights), *by_layer(gradients.momentum), *by_layer(gradients.forget_to)),
+            *(gradients.norm_weight, gradients.norm_bias, network.norm_eps, k.shape[1], first_query),
+            **sizes,
+            BQ=num_queries,
+            BLOCK_Q=block,
+            ADD=first_query > 0,
+            FORGET_TO=forget_to is not None,
+            RESIDUAL=network.residual,
+            NORM=network.norm_weight is not None,
+            PRECISION=precision_that_fits(precision, *k.shape[-2:]),
+            **launch,
+        )
+
+
+def precision_that_fits(precision: str, chunk_size: int, head_dim: int) -> str:
+    """The precision of a backward kernel's products (`triton_math.dot`), for the one that was asked for.
+
+    Of the largest sizes the operands of three tf32 products exceed a card's shared memory. Those of one float32
+    product do not: as exact, and far slower.
+    """
+    return "ieee" if precision == "tf32x3" and head_dim > 128 and chunk_size > 64 else precision
+
+
+@triton.jit
+def _put_tile(
+    base,
+    tile,
+    rows,
+    columns,
+    ROW_STRIDE: tl.constexpr,
+    COLUMN_STRIDE: tl.constexpr,
+    ROW_END: tl.constexpr,
+    COLUMN_END: tl.constexpr,
+    ADD: tl.constexpr,
+):
+    """`store_tile`, or with ADD the tile is added to what is stored."""
+    if ADD:
+        tile += load_tile(base, rows, columns, ROW_STRIDE, COLUMN_STRIDE, ROW_END, COLUMN_END)
+    store_tile(base, tile, rows, columns, ROW_STRIDE, COLUMN_STRIDE, ROW_END, COLUMN_END)
+
+
+@triton.jit
+def _put_row(base, row, index, END: tl.constexpr, ADD: tl.constexpr):
+    """The same for a vector."""
+    if ADD:
+        row += load_row(base, index, END)
+    tl.store(base + index, row, mask=index < END)
 
 
 @triton.jit
@@ -169,7 +211,7 @@ def _through_state(
     return x_bar + through * coefficient[:, None], coefficient_bar + x * through * SIGN
 
 
-@triton.jit(do_not_specialize=["num_groups"])
+@triton.jit(do_not_specialize=["num_groups", "first_query"])
 def _reader_backward_kernel(
     q_ptr,
     k_ptr,
@@ -209,6 +251,7 @@ def _reader_backward_kernel(
     norm_bias_bar_ptr,
     eps,
     num_groups,
+    first_query,
     DEPTH: tl.constexpr,
     D: tl.constexpr,
     H: tl.constexpr,
@@ -218,15 +261,22 @@ def _reader_backward_kernel(
     TILE: tl.constexpr,
     BQ: tl.constexpr,
     BLOCK_Q: tl.constexpr,
+    ADD: tl.constexpr,
     FORGET_TO: tl.constexpr,
     RESIDUAL: tl.constexpr,
     NORM: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Program n * G + g: the queries of chunk n of row and head g."""
+    """Program n * G + g: some queries of chunk n of row and head g, from ``first_query`` on.
+
+    ADD: sums over queries are added to what earlier queries left.
+    """
     at = tl.program_id(0).to(tl.int64)
     g = at % num_groups
-    features, tokens, queries = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_B), tl.arange(0, BLOCK_Q)
+    features, tokens = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_B)
+    queries = tl.arange(0, BLOCK_Q)
+    if BLOCK_Q < BQ:
+        queries += first_query
     state, start, token, hidden_token = at * (D * H), g * (D * H), at * (B * D), at * (B * H)
     query, hidden_query = at * (BQ * D), at * (BQ * H)
     A_at, A_bar_at = A_ptr + at * (B * B) + (B - BQ) * B, A_bar_ptr + at * (BQ * B)
@@ -288,11 +338,11 @@ def _reader_backward_kernel(
     f_bar = load_tile(output_bar_ptr + query, features, queries, 1, D, D, BQ).to(tl.float32)
     if NORM:
         _, x_hat, rstd = layer_output(f, f, norm_weight, norm_bias, features, eps, D, False, True)
-        tl.store(norm_weight_bar_ptr + at * D + features, tl.sum(f_bar * x_hat, 1), mask=features < D)
-        tl.store(norm_bias_bar_ptr + at * D + features, tl.sum(f_bar, 1), mask=features < D)
+        _put_row(norm_weight_bar_ptr + at * D, tl.sum(f_bar * x_hat, 1), features, D, ADD)
+        _put_row(norm_bias_bar_ptr + at * D, tl.sum(f_bar, 1), features, D, ADD)
         f_bar = norm_jacobian(f_bar * norm_weight[:, None], x_hat, rstd, features, D)
     top_bar = dot(f_bar, tl.trans(weighted), tl.zeros([BLOCK_D, BLOCK_B], tl.float32), PRECISION)
-    store_tile(top_bar_ptr + token, top_bar, features, tokens, 1, D, D, B)
+    _put_tile(top_bar_ptr + token, top_bar, features, tokens, 1, D, D, B, ADD)
     product_bar = -dot(tl.trans(top), f_bar, tl.zeros([BLOCK_B, BLOCK_Q], tl.float32), PRECISION)
     store_tile(A_bar_at, product_bar * scores, tokens, queries, 1, B, B, BQ)
     scores_bar = product_bar * A
@@ -328,16 +378,16 @@ def _reader_backward_kernel(
             store_tile(q_bar_ptr + query, x_bar, queries, hidden, D, 1, BQ, D)
         a_bar = dot(scores_bar, x, tl.zeros([BLOCK_B, TILE], tl.float32), PRECISION)
         if DEPTH == 2:
-            store_tile(hidden_bar_ptr + hidden_token, a_bar, tokens, hidden, H, 1, B, H)
+            _put_tile(hidden_bar_ptr + hidden_token, a_bar, tokens, hidden, H, 1, B, H, ADD)
         else:
-            store_tile(k_bar_ptr + token, a_bar, tokens, hidden, D, 1, B, D)
+            _put_tile(k_bar_ptr + token, a_bar, tokens, hidden, D, 1, B, D, ADD)
         w_bar = dot(f_bar, x * c[:, None], tl.zeros([BLOCK_D, TILE], tl.float32), PRECISION)
-        store_tile(last_w_bar_ptr + state, w_bar, features, hidden, 1, D, D, H)
+        _put_tile(last_w_bar_ptr + state, w_bar, features, hidden, 1, D, D, H, ADD)
         w_bar = dot(f_bar, x * d[:, None], tl.zeros([BLOCK_D, TILE], tl.float32), PRECISION)
-        store_tile(last_s_bar_ptr + state, w_bar, features, hidden, 1, D, D, H)
+        _put_tile(last_s_bar_ptr + state, w_bar, features, hidden, 1, D, D, H, ADD)
         if FORGET_TO:
             w_bar = dot(f_bar, x * rest[:, None], tl.zeros([BLOCK_D, TILE], tl.float32), PRECISION)
-            store_tile(last_forget_to_bar_ptr + state, w_bar, features, hidden, 1, D, D, H)
+            _put_tile(last_forget_to_bar_ptr + state, w_bar, features, hidden, 1, D, D, H, ADD)
 
     c_bar, d_bar = tl.sum(c_bar, 1), tl.sum(d_bar, 1)
     if DEPTH == 2:
@@ -355,25 +405,25 @@ def _reader_backward_kernel(
             through_start = tl.zeros([BLOCK_D, BLOCK_Q], tl.float32)
         for begin in range(0, H, TILE):
             hidden = begin + tl.arange(0, TILE)
-            r_bar = computed_once(load_tile(r_ptr + hidden_query, queries, hidden, H, 1, BQ, H), queries, BQ)
+            r_bar = computed_once(load_tile(r_ptr + hidden_query, queries, hidden, H, 1, BQ, H))
             p = load_tile(p_ptr + hidden_token, tokens, hidden, H, 1, B, H)
             a, slope = gelu_and_slope(load_tile(z_ptr + hidden_token, tokens, hidden, H, 1, B, H))
             product_bar = dot(p * slope, tl.trans(r_bar), product_bar, PRECISION)
             g_bar = dot(weighted, r_bar, tl.zeros([BLOCK_B, TILE], tl.float32), PRECISION)
-            store_tile(first_g_bar_ptr + hidden_token, g_bar, tokens, hidden, H, 1, B, H)
+            _put_tile(first_g_bar_ptr + hidden_token, g_bar, tokens, hidden, H, 1, B, H, ADD)
             w = load_tile(first_w_ptr + state, features, hidden, H, 1, D, H)
             through_w = dot(w, tl.trans(r_bar), through_w, PRECISION)
             w = load_tile(first_s_ptr + state, features, hidden, H, 1, D, H)
             through_s = dot(w, tl.trans(r_bar), through_s, PRECISION)
             w_bar = dot(q, r_bar * c[:, None], tl.zeros([BLOCK_D, TILE], tl.float32), PRECISION)
-            store_tile(first_w_bar_ptr + state, w_bar, features, hidden, H, 1, D, H)
+            _put_tile(first_w_bar_ptr + state, w_bar, features, hidden, H, 1, D, H, ADD)
             w_bar = dot(q, r_bar * d[:, None], tl.zeros([BLOCK_D, TILE], tl.float32), PRECISION)
-            store_tile(first_s_bar_ptr + state, w_bar, features, hidden, H, 1, D, H)
+            _put_tile(first_s_bar_ptr + state, w_bar, features, hidden, H, 1, D, H, ADD)
             if FORGET_TO:
                 w = load_tile(first_forget_to_ptr + start, features, hidden, H, 1, D, H)
                 through_start = dot(w, tl.trans(r_bar), through_start, PRECISION)
                 w_bar = dot(q, r_bar * rest[:, None], tl.zeros([BLOCK_D, TILE], tl.float32), PRECISION)
-                store_tile(first_forget_to_bar_ptr + state, w_bar, features, hidden, H, 1, D, H)
+                _put_tile(first_forget_to_bar_ptr + state, w_bar, features, hidden, H, 1, D, H, ADD)
         c_bar += tl.sum(q * through_w, 0)
         d_bar += tl.sum(q * through_s, 0)
         q_bar = c[None, :] * through_w + d[None, :] * through_s
@@ -387,6 +437,6 @@ def _reader_backward_kernel(
         scores_bar = -product_bar * load_tile(A_at, tokens, queries, 1, B, B, BQ)
         store_tile(q_bar_ptr + query, dot(k, scores_bar, q_bar, PRECISION), features, queries, 1, D, D, BQ)
         k_bar = dot(q, tl.trans(scores_bar), tl.zeros([BLOCK_D, BLOCK_B], tl.float32), PRECISION)
-        store_tile(k_bar_ptr + token, k_bar, features, tokens, 1, D, D, B)
+        _put_tile(k_bar_ptr + token, k_bar, features, tokens, 1, D, D, B, ADD)
     tl.store(c_bar_ptr + at * BQ + queries, c_bar, mask=queries < BQ)
     tl.store(d_bar_ptr + at * BQ + queries, d_bar, mask=queries < BQ)

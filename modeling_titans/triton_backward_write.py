@@ -6,8 +6,12 @@ The gradient of the running state stands in memory and is taken from behind a ch
 tile. A chunk needs four passes over tiles of the last layer's input: back through the first layer's update; through
 the last layer's update and upwards through the inner gradient; downwards through the last layer; through the first.
 
-Tiles are (features, tokens), see `triton_math`. Shapes: N chunks, G rows times heads, b tokens in a chunk, D head
-dimension, h width of the last layer's input (D for one layer).
+What has D features lies (features, tokens), see `triton_math`; tiles of the last layer's input ("hidden") lie (tokens,
+hidden) and those of either layer's state (features, hidden), so that D and the tokens, both 64 at the default sizes,
+are the left sides of all products.
+
+Shapes: N chunks, G rows times heads, b tokens in a chunk, D head dimension, h width of the last layer's input (D for
+one layer).
 """
 
 from typing import NamedTuple
@@ -16,7 +20,7 @@ import torch
 
 from .chunk_coefficients import EndCoefficients
 from .inner_network import InnerNetwork
-from .triton_backward_read import ReadGradients
+from .triton_backward_read import ReadGradients, precision_that_fits
 from .triton_configs import LaunchConfig
 from .triton_forward import Scratch
 from .triton_launch import by_layer, launch_parameters
@@ -122,7 +126,7 @@ def launch_writer_backward(
         FORGET_TO=forget_to is not None,
         RESIDUAL=network.residual,
         NORM=network.norm_weight is not None,
-        PRECISION=precision,
+        PRECISION=precision_that_fits(precision, *k.shape[-2:]),
         **launch,
     )
 
@@ -193,13 +197,13 @@ def _unupdate_tile(
     s_bar,
     PRECISION: tl.constexpr,
 ):
-    """Back through W' -= (part A) whole^T and S' -= (part E) whole^T for one tile (hidden, features).
+    """Back through W' -= whole (A part) and S' -= whole (E part) for one tile (features, hidden) of W and S.
 
-    The first layer's tiles are transposed: ``part`` (hidden, tokens) is g_1 there and a in the last layer, ``whole``
-    (features, tokens) k there and g_L in the last.
+    ``whole`` (features, tokens) is k and ``part`` (tokens, hidden) g_1 in the first layer; in the last one, whose
+    tiles are transposed, they are g_L and a.
 
     Returns:
-        The bars given, plus this tile's share; ``A_bar`` and ``E_bar`` (hidden, tokens) wait for the sum over hidden.
+        The bars given, plus this tile's share; ``A_bar`` and ``E_bar`` (tokens, hidden) wait for the sum over hidden.
     """
     to_w = dot(tl.trans(whole), w_bar, tl.zeros(part.shape, tl.float32), PRECISION)
     A_bar -= to_w * part

@@ -18,7 +18,7 @@ class LaunchConfig(NamedTuple):
         tile: columns of the last layer's input that are taken at a time; 0: the kernel has no tiles.
         num_warps, num_stages: Triton's.
         tokens: tokens of a chunk that are taken at a time, where the kernel can do so (writer and factors: keys;
-            reader: queries); 0: all of them.
+            reader and its backward: queries); 0: all of them.
     """
 
     tile: int
@@ -47,6 +47,8 @@ CONFIGS: dict[str, tuple[LaunchConfig, ...]] = {
     "writer": (
         LaunchConfig(64, 8),
         LaunchConfig(64, 4),
+        LaunchConfig(64, 8, 2),
+        LaunchConfig(32, 8, 3),
         LaunchConfig(32, 8),
         LaunchConfig(32, 4),
         LaunchConfig(32, 8, tokens=64),
@@ -64,6 +66,7 @@ CONFIGS: dict[str, tuple[LaunchConfig, ...]] = {
     "reader": (
         LaunchConfig(64, 4),
         LaunchConfig(64, 8),
+        LaunchConfig(64, 8, 2),
         LaunchConfig(32, 8),
         LaunchConfig(32, 8, tokens=64),
         LaunchConfig(32, 8, tokens=32),
@@ -77,6 +80,9 @@ CONFIGS: dict[str, tuple[LaunchConfig, ...]] = {
         LaunchConfig(32, 8),
         LaunchConfig(16, 4),
         LaunchConfig(16, 8),
+        LaunchConfig(16, 8, tokens=16),
+        LaunchConfig(16, 8, tokens=32),
+        LaunchConfig(16, 8, tokens=64),
     ),
     "writer_backward": (
         LaunchConfig(64, 8),
@@ -131,13 +137,20 @@ DEFAULTS: dict[str, tuple[Default, ...]] = {
         Default(LaunchConfig(16, 8)),
     ),
     "reader_backward": (
-        Default(LaunchConfig(32, 8), head_dim=64, chunk_size=64, capability=(10, 0)),
-        Default(LaunchConfig(16, 4), head_dim=64, chunk_size=64, capability=(9, 0)),
-        Default(LaunchConfig(32, 8), head_dim=64, chunk_size=64),
-        Default(LaunchConfig(16, 8)),
+        Default(LaunchConfig(32, 8), head_dim=64, chunk_size=64, capability=(10, 0), operand_bytes=2),
+        Default(LaunchConfig(16, 4), head_dim=64, chunk_size=64, capability=(9, 0), operand_bytes=2),
+        Default(LaunchConfig(32, 8), head_dim=64, chunk_size=64, operand_bytes=2),
+        Default(LaunchConfig(16, 8), chunk_size=64, operand_bytes=2),
+        Default(LaunchConfig(16, 8), head_dim=64, chunk_size=64),
+        Default(LaunchConfig(16, 8, tokens=64), head_dim=128, operand_bytes=2),
+        Default(LaunchConfig(16, 8, tokens=32), head_dim=128, operand_bytes=4),
+        Default(LaunchConfig(16, 8, tokens=32), chunk_size=64, operand_bytes=4),
+        Default(LaunchConfig(16, 8, tokens=32), operand_bytes=2),
+        Default(LaunchConfig(16, 8, tokens=32), head_dim=64),
+        Default(LaunchConfig(16, 8, tokens=16)),
     ),
     "writer_backward": (
-        Default(LaunchConfig(32, 8), head_dim=64, chunk_size=64, capability=(9, 0)),
+        Default(LaunchConfig(32, 8), head_dim=64, chunk_size=64, capability=(9, 0), operand_bytes=2),
         Default(LaunchConfig(16, 8)),
     ),
 }

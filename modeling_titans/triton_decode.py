@@ -15,9 +15,9 @@ Letters: G rows times heads, b slots of a chunk, D head dimension, h width of th
 import torch
 
 from .memory_ops_triton import triton_scan
-from .scan_inputs import ScanInputs, ScanOptions
+from .scan_inputs import ScanInputs, ScanOptions, ScanResult
 from .triton_configs import LaunchConfig, config_for
-from .triton_launch import block_of, capability_of, operand_bytes_of, precision_of, widened
+from .triton_launch import block_of, capability_of, on_device_of, operand_bytes_of, precision_of, widened
 from .triton_math import dot, gelu, gelu_and_slope, layer_output, load_row, load_tile, top_error
 
 
@@ -78,7 +78,8 @@ def _load_mixed(
     return mixed
 
 
-@triton.jit
+# The number of slots changes with every token of a chunk; a kernel is compiled for each BLOCK_B only.
+@triton.jit(do_not_specialize=["num_slots"])
 def _decode_kernel(
     q_ptr,
     k_ptr,
@@ -97,10 +98,10 @@ def _decode_kernel(
     last_start_ptr,
     output_ptr,
     eps,
+    num_slots,
     DEPTH: tl.constexpr,
     D: tl.constexpr,
     H: tl.constexpr,
-    B: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_B: tl.constexpr,
     TILE: tl.constexpr,
@@ -113,11 +114,12 @@ def _decode_kernel(
     g = tl.program_id(0).to(tl.int64)
     features, tokens = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_B)
     at = tl.load(at_ptr + g)
-    c, d, A = _coefficients_at(theta_ptr + g * B, alpha_ptr + g * B, eta_ptr + g * B, at, tokens)
+    slot = g * num_slots
+    c, d, A = _coefficients_at(theta_ptr + slot, alpha_ptr + slot, eta_ptr + slot, at, tokens)
 
     # Slots behind the query hold anything.
     is_there = (features[:, None] < D) & (tokens[None, :] <= at)
-    offsets = g * B * D + tokens[None, :] * D + features[:, None]
+    offsets = slot * D + tokens[None, :] * D + features[:, None]
     k = tl.load(k_ptr + offsets, mask=is_there, other=0.0)
     v = tl.load(v_ptr + offsets, mask=is_there, other=0.0).to(tl.float32)
     q = load_row(q_ptr + g * D, features, D).to(tl.float32)
@@ -146,7 +148,7 @@ def _decode_kernel(
             a = gelu(dot(tl.trans(w_first), k, tl.zeros([TILE, BLOCK_B], tl.float32), PRECISION))
         else:
             # One layer: its input is the key, and the query can be read in the same pass.
-            place = g * B * D + tokens[None, :] * D + columns[:, None]
+            place = slot * D + tokens[None, :] * D + columns[:, None]
             a = tl.load(k_ptr + place, mask=(columns[:, None] < D) & (tokens[None, :] <= at), other=0.0)
             x = tl.load(q_ptr + g * D + columns, mask=columns < D, other=0.0).to(tl.float32)
             mixed = _load_mixed(w, last_s, last_start, c, d, columns, features, D, H, D, FORGET_TO)
@@ -208,14 +210,13 @@ def decode(
     width, capability = inputs.weights[-1].shape[-2], capability_of(q)
     config = config or config_for("decode", head_dim, width, b, capability, operand_bytes_of(precision))
     output = torch.empty_like(q)
-    with torch.cuda.device_of(q):
+    with on_device_of(q):
         _decode_kernel[(k.shape[1],)](
             *(q, k, v, *gates, at.contiguous(), *norm, *_layer(inputs, 0), *_layer(inputs, -1), output),
-            options.norm_eps,
+            *(options.norm_eps, b),
             DEPTH=options.depth,
             D=head_dim,
             H=width,
-            B=b,
             BLOCK_D=block_of(head_dim),
             BLOCK_B=block_of(b),
             TILE=config.tile,
@@ -227,6 +228,16 @@ def decode(
             num_stages=config.num_stages,
         )
     return output.to(inputs.q.dtype)
+
+
+def scan_or_decode(inputs: ScanInputs, options: ScanOptions) -> ScanResult:
+    """`triton_scan`, by the decoding kernel where a call only reads its last token and needs no gradient."""
+    one_read = not options.write and not options.surprise and not options.restart_at and inputs.q.shape[2] == 1
+    if not one_read or (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs.flatten())):
+        return triton_scan(inputs, options)
+    num_rows, b = inputs.k.shape[1:3]
+    at = torch.full((num_rows,), b - 1, dtype=torch.int32, device=inputs.k.device)
+    return ScanResult(decode(inputs, options, at), inputs.weights, inputs.momentum, None)
 
 
 def _fits(head_dim: int, chunk_size: int, precision: str) -> bool:

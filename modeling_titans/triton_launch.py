@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every launch of a Triton kernel settles on the host: sizes, precision, options, and where it may run."""
 
+import contextlib
 import functools
 
 import torch
@@ -39,7 +40,7 @@ def precision_of(dtype: torch.dtype) -> str:
     if dtype == torch.float16:
         return "tf32"
     if dtype == torch.float32:
-        return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+        return "tf32x3" if _float32_precision() == "highest" else "tf32"
     raise ValueError(f"dtype of q, k and v is {dtype}, expected torch.bfloat16, torch.float16 or torch.float32")
 
 
@@ -115,6 +116,20 @@ def token_block(config: LaunchConfig, num_tokens: int) -> int:
     return min(block_of(num_tokens), config.tokens or block_of(num_tokens))
 
 
+def on_device_of(tensor: torch.Tensor) -> contextlib.AbstractContextManager:
+    """Kernels go to the current device, which need not be the tensor's; compiled code sees to that itself."""
+    if tensor.device.type != "cuda" or torch.compiler.is_compiling():
+        return contextlib.nullcontext()
+    return torch.cuda.device(tensor.device)
+
+
+# Compilers cannot trace torch's getters; both answers are settled before a model runs.
+@torch.compiler.assume_constant_result
+def _float32_precision() -> str:
+    return torch.get_float32_matmul_precision()
+
+
+@torch.compiler.assume_constant_result
 @functools.lru_cache
 def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)

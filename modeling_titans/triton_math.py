@@ -238,12 +238,11 @@ def load_row(base, index, END: tl.constexpr):
 
 
 @triton.jit
-def computed_once(tile, rows, ROW_END: tl.constexpr):
+def computed_once(tile):
     """The tile, to be put around a loaded tile of which multiples then stand in products.
 
     Without it the compiler takes the tile's elements to where each product wants them before it multiplies, and
-    several warps multiply the same elements. A comparison with an index it does not move. The comparison itself is
-    known to hold where the end is a multiple of the block, and costs nothing there; elsewhere it makes zeros of what
-    are zeros.
+    several warps multiply the same elements. A comparison with an index it does not move, though this one holds for
+    every element and costs nothing.
     """
-    return tl.where(rows[:, None] < ROW_END, tile, 0.0)
+    return tl.where(tl.arange(0, tile.shape[0])[:, None] < tile.shape[0], tile, 0.0)

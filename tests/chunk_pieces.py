@@ -1,11 +1,6 @@
 # Copyright 2026 The transformers-titans authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The neural memory, a chunk at a time: the form that trains (Titans, section 3.2), with its own backward.
-
-A sequential *writer* takes the weights from chunk to chunk; a *reader* then answers the queries of many chunks at
-once, since every weight that a chunk passes through is a combination of the chunk's incoming state and its tokens'
-factors (`chunk_coefficients`). Weights are never built per token. The backward keeps the states at the chunks' starts
-and recomputes everything else. MEMORY.md derives the formulas.
+"""The scan's forward and backward step by step, in plain PyTorch: what single kernels are held against.
 
 Shapes: N chunks, G rows times heads, b tokens in a chunk of which b_q are read, D head dimension.
 """

@@ -23,7 +23,11 @@ from triton_testing import ALLOWED, DEVICE, Guards, in_dtype, map_inputs, scan_i
 pytest.importorskip("triton")
 from transformers_titans import memory_ops_triton  # noqa: E402
 from transformers_titans.memory_ops_triton import triton_scan  # noqa: E402
-from transformers_titans.triton_backward_read import ReadGradients, launch_reader_backward  # noqa: E402
+from transformers_titans.triton_backward_read import (  # noqa: E402
+    ReadGradients,
+    launch_reader_backward,
+    precision_that_fits,
+)
 from transformers_titans.triton_backward_write import WriteGradients, launch_writer_backward  # noqa: E402
 from transformers_titans.triton_coefficients import launch_coefficients, launch_coefficients_backward  # noqa: E402
 from transformers_titans.triton_configs import CONFIGS  # noqa: E402
@@ -253,12 +257,27 @@ def test_adjoint_without_residual(check, depth):
 
 @pytest.mark.parametrize("config", CONFIGS["reader_backward"], ids=str)
 def test_every_configuration_of_the_readers_adjoint(config):
-    check_reader_adjoint(scan_inputs(N=1, D=32, h=96, b=16, b_q=7), config=config)
+    # Where queries are taken some at a time, more than once.
+    b, b_q = (21, 7) if not config.tokens else (config.tokens + 3, config.tokens + 1)
+    check_reader_adjoint(scan_inputs(N=1, G=1, D=32, h=96, b=b, b_q=b_q, forget_to=True), config=config)
 
 
 @pytest.mark.parametrize("config", CONFIGS["writer_backward"], ids=str)
 def test_every_configuration_of_the_writers_adjoint(config):
     check_writer_adjoint(scan_inputs(N=2, G=1, D=32, h=96, b=16), config=config)
+
+
+@pytest.mark.parametrize(
+    ("precision", "b", "D", "expected"),
+    [
+        ("tf32x3", 128, 256, "ieee"),
+        ("tf32x3", 64, 256, "tf32x3"),
+        ("tf32", 128, 256, "tf32"),
+        ("bf16", 128, 256, "bf16"),
+    ],
+)
+def test_precision_of_the_largest_sizes(precision, b, D, expected):
+    assert precision_that_fits(precision, b, D) == expected
 
 
 def differentiate(scan, inputs, options, bars, through=lambda t: t):

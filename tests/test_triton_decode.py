@@ -13,8 +13,9 @@ from triton_testing import ALLOWED, DEVICE, Guards, in_dtype, map_inputs, scan_i
 
 
 pytest.importorskip("triton")
+from transformers_titans import triton_decode  # noqa: E402
 from transformers_titans.triton_configs import CONFIGS  # noqa: E402
-from transformers_titans.triton_decode import decode  # noqa: E402
+from transformers_titans.triton_decode import decode, scan_or_decode  # noqa: E402
 
 
 def step_inputs(G, b, D, depth, expansion=2, **options) -> ScanInputs:
@@ -138,6 +139,26 @@ def test_non_contiguous_tensors():
     strided = map_inputs(lambda t: t.mT.contiguous().mT, inputs)
     assert not strided.k.is_contiguous()
     assert torch.equal(decode(strided, options, at), decode(inputs, options, at))
+
+
+def test_a_scan_that_is_one_read_is_decoded(monkeypatch):
+    inputs = in_dtype(step_inputs(2, 11, 16, 2), torch.float32)
+    options, at = read_options(inputs), slots(10, 10)
+    monkeypatch.setattr(triton_decode, "triton_scan", None)
+    result = scan_or_decode(inputs, options)
+    assert torch.equal(result.output, decode(inputs, options, at))
+    assert result.weights is inputs.weights and result.momentum is inputs.momentum and result.surprise is None
+
+
+@pytest.mark.parametrize("reason", ["write", "surprise", "two queries", "gradient"])
+def test_any_other_scan_is_not(reason, monkeypatch):
+    inputs = in_dtype(step_inputs(2, 11, 16, 2), torch.float32)
+    options = read_options(inputs)._replace(write=reason == "write", surprise=reason == "surprise")
+    if reason == "two queries":
+        inputs = inputs._replace(q=inputs.q.expand(-1, -1, 2, -1))
+    inputs.weights[0].requires_grad_(reason == "gradient")
+    monkeypatch.setattr(triton_decode, "triton_scan", lambda *arguments: arguments)
+    assert scan_or_decode(inputs, options) == (inputs, options)
 
 
 @pytest.mark.parametrize(
