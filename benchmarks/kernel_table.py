@@ -237,7 +237,7 @@ def markdown(rows: list[Row], command: str) -> str:
         "configuration at head dimension 64, chunks of 64 tokens, bfloat16 inputs. h256 and h128: two layers of that",
         "hidden width; depth1: one layer. tile to tokens: see `triton_configs`. TMEM: columns of tensor memory.",
         "Spills: stores/loads in the machine code, inside loops and outside. tensor: tensor-core instructions in the",
-        "code, which loops execute many times; the coefficients have none, being float32 sums.",
+        "code, which loops execute many times; the coefficients are recurrences and have none.",
         "",
         "| " + " | ".join(columns) + " |",
         "|---" * len(columns) + "|",

@@ -283,9 +283,7 @@ class TitansNeuralMemory(nn.Module):
             output_surprise=output_surprise,
             backend=config.memory_backend,
         )
-        # What training keeps does not depend on whether its first forward has recorded a graph.
-        memory = result.state._replace(chunk=None) if self.training else result.state
-        return result.output, NeuralMemoryState(memory, tail), result.surprise
+        return result.output, NeuralMemoryState(result.state, tail), result.surprise
 
     def _project(self, hidden_states, state, layout, start_state):
         """Queries, keys and values (B, T, H, D), the first two of length 1, and the convolution's new tail."""

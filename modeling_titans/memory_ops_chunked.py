@@ -92,8 +92,7 @@ def _keeps_chunk(call: MemoryCall) -> bool:
 
     It is not for autograd, and a kernel reads open chunks itself. What it keeps pays off where few tokens follow.
     """
-    decodes = call.q.shape[1] <= FEW and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
-    return decodes and call.scan in (chunk_scan, compiled_chunk_scan)
+    return call.q.shape[1] <= FEW and not torch.is_grad_enabled() and call.scan in (chunk_scan, compiled_chunk_scan)
 
 
 def _read_open(call: MemoryCall, state: MemoryState, q, tokens: PendingTokens) -> OpenRead:

@@ -21,20 +21,20 @@ FEW = 8
 
 
 def is_short(x: torch.Tensor, num_tokens: int) -> bool:
-    """Whether a short form may stand in: a few tokens in float32 on a CPU, and no gradient, trace or autocast."""
+    """Whether a short form may stand in: few tokens in full precision on a CPU, without gradient, trace, autocast."""
     return (
         num_tokens <= FEW
         and x.device.type == "cpu"
-        and x.dtype == torch.float32
+        and x.dtype in (torch.float32, torch.float64)
         and not torch.is_grad_enabled()
         and not torch.compiler.is_compiling()
         and not torch.is_autocast_enabled("cpu")
     )
 
 
-def _is_plain(weight: torch.Tensor) -> bool:
+def _is_plain(weight: torch.Tensor, x: torch.Tensor) -> bool:
     """Whether a weight is no quantized, sharded or otherwise special one."""
-    return type(weight) is nn.Parameter and weight.dtype == torch.float32
+    return type(weight) is nn.Parameter and weight.dtype == x.dtype
 
 
 class TitansLinear(nn.Linear):
@@ -42,11 +42,14 @@ class TitansLinear(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., in_features) -> (..., out_features)."""
-        if self.out_features % 2 or not (is_short(x, x.numel() // self.in_features) and _is_plain(self.weight)):
+        if self.out_features % 2 or not (is_short(x, x.numel() // self.in_features) and _is_plain(self.weight, x)):
             return F.linear(x, self.weight, self.bias)
-        tokens = x.reshape(-1, self.in_features).mT
-        y = torch.bmm(self.weight.view(2, -1, self.in_features), tokens.expand(2, -1, -1))
-        y = y.view(self.out_features, -1).mT.reshape(*x.shape[:-1], self.out_features)
+        x, shape = x.contiguous(), (*x.shape[:-1], self.out_features)
+        number = x.numel() // self.in_features
+        # The tokens as columns, once for each half.
+        columns = x.as_strided((2, self.in_features, number), (0, 1, self.in_features))
+        y = torch.bmm(self.weight.view(2, -1, self.in_features), columns)
+        y = y.view(shape) if number == 1 else y.view(self.out_features, number).mT.contiguous().view(shape)
         return y if self.bias is None else y + self.bias
 
 
@@ -62,7 +65,7 @@ class TitansConvolution(nn.Conv1d):
             return super().forward(x)
         channels, taps = x.shape[1], self.weight.shape[2]
         weight = self.weight[:channels]
-        if is_short(x, x.shape[0] * (x.shape[2] - taps + 1)) and _is_plain(self.weight):
+        if is_short(x, x.shape[0] * (x.shape[2] - taps + 1)) and _is_plain(self.weight, x):
             return (x.unfold(2, taps, 1) * weight).sum(-1)
         if takes_blocks(x, weight):
             return depthwise_convolution(x.mT, weight).mT

@@ -52,7 +52,11 @@ def state_tensors(cache: TitansCache) -> dict[str, torch.Tensor]:
 
 
 def assert_same_state(actual: TitansCache, expected: TitansCache, ratio: float) -> None:
-    a, e = state_tensors(actual), state_tensors(expected)
+    """Except for what is kept of open chunks: that follows from their tokens, and is kept by calls of few tokens."""
+    a, e = (
+        {name: t for name, t in state_tensors(cache).items() if ".memory.chunk." not in name}
+        for cache in (actual, expected)
+    )
     assert a.keys() == e.keys()
     for name, tensor in e.items():
         assert_close(name, a[name].double(), tensor.double(), ratio)

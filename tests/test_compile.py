@@ -207,7 +207,7 @@ def test_inductor_decodes_a_token():
 
 @pytest.mark.parametrize("length, count", [(31, 0), (13, 3)])
 def test_compiled_spans_equal_plain_ones(length, count, compiler, monkeypatch):
-    """backend="compiled": whole chunks go through torch.compile, in one graph for all spans alike; the rest does not."""
+    """backend="compiled": whole chunks go through torch.compile, one graph for all spans alike; the rest does not."""
     monkeypatch.setattr(chunk_forward, "_compiled", lambda function: torch.compile(function, backend=compiler))
     inputs = make_inputs(length=length, count=count).require_grad()
     expected = result_tensors(run_op(inputs, "chunked"), inputs.chunk_size)

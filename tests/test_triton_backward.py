@@ -1,14 +1,13 @@
 # Copyright 2026 The transformers-titans authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The coefficients' and the backward kernels against `chunk_scan` in float64, interpreted where there is no GPU."""
+"""The coefficients' and the backward kernels against PyTorch in float64, interpreted where there is no GPU."""
 
 from typing import NamedTuple
 
 import pytest
 import torch
 
-from chunk_pieces import _Backward, _forward
-from inner_pieces import inner_gradient
+from scan_reference import Written, gradients, map_tree, new_leaves, read, write
 from titans_testing import assert_close
 from transformers_titans.chunk_coefficients import (
     EndCoefficients,
@@ -43,20 +42,18 @@ def randn_like(t: torch.Tensor) -> torch.Tensor:
 
 def single(tree):
     """float64 -> contiguous float32, in tensors and (named) tuples and lists of them."""
-    if tree is None or isinstance(tree, torch.Tensor):
-        return tree if tree is None or not tree.is_floating_point() else tree.float().contiguous()
-    return type(tree)(*map(single, tree)) if hasattr(tree, "_fields") else tuple(map(single, tree))
+    return map_tree(lambda t: t.detach().float().contiguous() if t.is_floating_point() else t, tree)
 
 
 def guarded(guards: Guards, tree):
-    if tree is None or isinstance(tree, torch.Tensor):
-        return guards(tree)
-    guarded_items = [guarded(guards, item) for item in tree]
-    return type(tree)(*guarded_items) if hasattr(tree, "_fields") else tuple(guarded_items)
+    return map_tree(guards, tree)
 
 
 def assert_trees_close(name: str, actual, expected, allowed: float = FLOAT32):
     """Tensors, or (named) tuples and lists of them, one by one."""
+    if expected is None:
+        assert actual is None, f"{name}: not None"
+        return
     if isinstance(expected, torch.Tensor):
         assert_close(name, actual, expected, allowed)
         return
@@ -112,51 +109,68 @@ def check_coefficients(gates, b_q, some_are_open, config=None, adjoint_config=No
 
 
 class Reference(NamedTuple):
-    """Inputs in float64, their scan's states at the chunks' starts, its coefficients and factors."""
+    """Inputs in float64, their scan's coefficients, states at the chunks' starts and factors."""
 
     inputs: ScanInputs
     options: object
-    weights: list
-    momentum: list
     read: ReadCoefficients
     end: EndCoefficients
-    factors: object
+    written: Written
 
     @classmethod
     def of(cls, inputs, residual: bool = True) -> "Reference":
-        inputs = map_inputs(torch.Tensor.double, in_dtype(inputs, torch.float32))
+        inputs = map_inputs(lambda t: t.double().requires_grad_(), in_dtype(inputs, torch.float32))
         options = scan_options(inputs, residual=residual)
-        depth = options.depth
-        _, states = _forward(inputs, options, keep=True)
-        read, end, _ = chunk_coefficients(inputs.theta, inputs.alpha, inputs.eta, inputs.k.shape[2], inputs.full)
-        factors = inner_gradient(inputs.network(options), states[:depth], inputs.k, inputs.v)
-        return cls(inputs, options, states[:depth], states[depth:], read, end, factors)
+        coefficients = chunk_coefficients(inputs.theta, inputs.alpha, inputs.eta, inputs.k.shape[2], inputs.full)
+        end = new_leaves(coefficients.end)
+        return cls(inputs, options, coefficients.read, end, write(inputs, options, end))
 
-    def backward(self) -> _Backward:
-        return _Backward(self.inputs, self.options, self.weights, self.momentum)
+    def read_gradients(self, output_bar: torch.Tensor) -> ReadGradients:
+        """Those of norm and forget_to are sums over chunks."""
+        inputs, written = self.inputs, self.written
+        network, idle = inputs.network(self.options), inputs.k.shape[2] - inputs.q.shape[2]
+        state = new_leaves((written.weights, written.momentum, written.factors.a, written.factors.g))
+        coefficients = new_leaves(ReadCoefficients(*(x[:, :, idle:] for x in self.read)))
+        output = read(network, inputs.q, *state, coefficients, inputs.forget_to)
+        wanted = (inputs.q, *state, coefficients, inputs.forget_to, inputs.norm_weight, inputs.norm_bias)
+        q, weights, momentum, a, g, coefficients, *parameters = gradients(output, output_bar, wanted)
+        hidden, first_g = (a[1], g[0]) if self.options.depth == 2 else (None, None)
+        return ReadGradients(q, a[0], hidden, first_g, g[-1], coefficients, weights, momentum, *parameters)
 
-    def unread(self, backward: _Backward, output_bar: torch.Tensor):
-        first = self.inputs.k.shape[2] - self.inputs.q.shape[2]
-        c, d, A = (x[:, :, first:] for x in self.read)
-        coefficients = ReadCoefficients(c, d, A)
-        return backward._unread(self.inputs, self.weights, self.momentum, coefficients, self.factors, output_bar)
+    def write_gradients(self, read_bar: ReadGradients, state_bar: tuple) -> tuple[WriteGradients, dict]:
+        """Those of norm are sums over chunks; by name, those of states and of forget_to."""
+        inputs, (*starts, factors, last_weights, last_momentum) = self.inputs, self.written
+        # Reads see the states at the chunks' starts and the factors, in the order of `ReadGradients`.
+        results = (last_weights, last_momentum, *starts, factors.a, factors.g)
+        bars = (*state_bar, read_bar.weights, read_bar.momentum, *read_bar[1:5])
+        names = ("weights", "momentum", "forget_to", "start_weights", "start_momentum")
+        wanted = (inputs.k, inputs.v, self.end, inputs.norm_weight, inputs.norm_bias)
+        taken = gradients(results, bars, (*wanted, *(getattr(inputs, name) for name in names)))
+        return WriteGradients(*taken[:5]), dict(zip(names, taken[5:], strict=True))
 
     def scratch(self) -> Scratch:
         """What the writer leaves."""
-        f = self.factors.a[-1] @ self.weights[-1]
-        return Scratch(*(self.factors.z or [None]), *(self.factors.p or [None]), f)
+        *z, f = self.written.factors.z
+        return Scratch(*(z or [None]), *(self.written.factors.p or [None]), f)
+
+
+def summed(bars):
+    """With norm's gradients, of each chunk by itself, summed over chunks to the shape of its parameters."""
+    if bars.norm_weight is None:
+        return bars
+    weight, bias = (t.sum(0).unsqueeze(1) for t in (bars.norm_weight, bars.norm_bias))
+    return bars._replace(norm_weight=weight, norm_bias=bias)
 
 
 def check_reader_adjoint(inputs, residual=True, config=None):
-    """The kernel on guarded tensors against `_Backward._unread`."""
+    """The kernel on guarded tensors against autograd's gradients of `read`."""
     reference = Reference.of(inputs, residual)
-    inputs = reference.inputs
-    backward, output_bar = reference.backward(), randn_like(inputs.q)
-    expected = reference.unread(backward, output_bar)
+    inputs, written = reference.inputs, reference.written
+    output_bar = randn_like(inputs.q)
 
     guards = Guards()
     own = type(inputs)(*guarded(guards, single(tuple(inputs))))
-    state = guarded(guards, single((reference.weights, reference.momentum)))
+    state = guarded(guards, single((written.weights, written.momentum)))
     has_norm, has_forget_to = inputs.norm_weight is not None, inputs.forget_to is not None
     actual = ReadGradients.empty_for(own.q, own.k, state[0], has_norm, has_forget_to)
     actual = guarded(guards, actual)
@@ -168,36 +182,23 @@ def check_reader_adjoint(inputs, residual=True, config=None):
         config=config,
     )
     guards.check()
-    for name in ("q", "weights", "momentum"):
-        assert_trees_close(name, getattr(actual, name), getattr(expected, name))
-    assert_trees_close("coefficients", actual.coefficients, ReadCoefficients(expected.c, expected.d, expected.A))
-    assert_close("k", actual.k, expected.a[0], FLOAT32)
-    assert_close("top", actual.top, expected.g[-1], FLOAT32)
-    if reference.options.depth == 2:
-        assert_close("hidden", actual.hidden, expected.a[1], FLOAT32)
-        assert_close("first_g", actual.first_g, expected.g[0], FLOAT32)
-    grads = backward.grads
-    if has_norm:
-        assert_close("norm_weight", actual.norm_weight.sum(0).unsqueeze(1), grads.norm_weight, FLOAT32)
-        assert_close("norm_bias", actual.norm_bias.sum(0).unsqueeze(1), grads.norm_bias, FLOAT32)
     if has_forget_to:
-        assert_trees_close("forget_to", [t.sum(0) for t in actual.forget_to], grads.forget_to)
+        actual = actual._replace(forget_to=tuple(t.sum(0) for t in actual.forget_to))
+    assert_trees_close("gradients", summed(actual), reference.read_gradients(output_bar))
 
 
 def check_writer_adjoint(inputs, residual=True, config=None):
-    """The kernel on guarded tensors against `_Backward._chunk` and `_unrestart`."""
+    """The kernel on guarded tensors against autograd's gradients of `write`."""
     reference = Reference.of(inputs, residual)
-    inputs = reference.inputs
-    unread = reference.unread(reference.backward(), randn_like(inputs.q))
-    w_bar, s_bar = ([randn_like(t) for t in group] for group in (inputs.weights, inputs.momentum))
+    inputs, written = reference.inputs, reference.written
+    read_bar = reference.read_gradients(randn_like(inputs.q))
+    state_bar = tuple(tuple(randn_like(t) for t in group) for group in (inputs.weights, inputs.momentum))
 
     guards = Guards()
     own = type(inputs)(*guarded(guards, single(tuple(inputs))))
-    own_bars = guarded(guards, single((w_bar, s_bar)))
-    state = guarded(guards, single((reference.weights, reference.momentum)))
-    hidden, first_g = (unread.a[1], unread.g[0]) if reference.options.depth == 2 else (None, None)
-    read = (unread.q, unread.a[0], hidden, first_g, unread.g[-1], None, unread.weights, unread.momentum)
-    read = ReadGradients(*guarded(guards, single(read)), None, None, None)
+    own_bars = guarded(guards, single(state_bar))
+    state = guarded(guards, single((written.weights, written.momentum)))
+    own_read_bar = read_bar._replace(q=None, coefficients=None, forget_to=None, norm_weight=None, norm_bias=None)
     actual = guarded(guards, WriteGradients.empty_for(own.k, inputs.norm_weight is not None))
     groups = {"forget_to_bar": own.forget_to, "start_weights_bar": own.weights, "start_momentum_bar": own.weights}
     if inputs.restart is None:
@@ -206,31 +207,18 @@ def check_writer_adjoint(inputs, residual=True, config=None):
     launch_writer_backward(
         *(own.k, own.v, guarded(guards, single(reference.end)), *state),
         *(guarded(guards, single(reference.scratch())), own.network(reference.options), "tf32x3"),
-        *(read, *own_bars, actual),
+        *(guarded(guards, single(own_read_bar)), *own_bars, actual),
         restart=own.restart,
         forget_to=own.forget_to,
         config=config,
         **sums,
     )
     guards.check()
-
-    backward, ends = reference.backward(), []
-    for n in reversed(range(inputs.k.shape[0])):
-        state = (reference.weights, reference.momentum, reference.factors, unread)
-        w_bar, s_bar, end_bar = backward._chunk(inputs, reference.end, *state, n, w_bar, s_bar, slice(0, None))
-        ends.insert(0, end_bar)
-        if n in reference.options.restart_at:
-            w_bar, s_bar = backward._unrestart(inputs, n, w_bar, s_bar)
-    grads = backward.grads
-    assert_trees_close("state", own_bars, (w_bar, s_bar))
-    assert_trees_close("end", actual.end, EndCoefficients(*map(torch.stack, zip(*ends, strict=True))))
-    assert_trees_close("k, v", (actual.k, actual.v), (grads.k, grads.v))
-    if inputs.norm_weight is not None:
-        assert_close("norm_weight", actual.norm_weight.sum(0).unsqueeze(1), grads.norm_weight, FLOAT32)
-        assert_close("norm_bias", actual.norm_bias.sum(0).unsqueeze(1), grads.norm_bias, FLOAT32)
+    expected, others = reference.write_gradients(read_bar, state_bar)
+    assert_trees_close("gradients", summed(actual), expected)
+    assert_trees_close("state", own_bars, (others["weights"], others["momentum"]))
     for name, bars in sums.items():
-        if bars is not None:
-            assert_trees_close(name, bars, getattr(grads, name.removesuffix("_bar")))
+        assert_trees_close(name, bars, others[name.removesuffix("_bar")])
 
 
 # Together: masks in every dimension, one and two layers, and each option of the memory.
