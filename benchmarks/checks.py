@@ -4,7 +4,6 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import NoReturn
 from unittest import mock
 
@@ -34,7 +33,11 @@ def refuse_unless_close(name: str, actual: torch.Tensor, reference: torch.Tensor
 @contextlib.contextmanager
 def token_by_token() -> Iterator[None]:
     """Our layers compute their memory in the form that all others are held to."""
-    with mock.patch.object(memory_layer, "neural_memory", partial(neural_memory, backend="recurrent")):
+
+    def by_token(*args, **options):
+        return neural_memory(*args, **(options | {"backend": "recurrent"}))
+
+    with mock.patch.object(memory_layer, "neural_memory", by_token):
         yield
 
 

@@ -23,7 +23,7 @@ from .attention_layout import FLASH, AttentionLayout, Blocks
 from .configuration_titans import TitansConfig
 from .layer_state import AttentionState
 from .merged_flash_attention import AttentionPart, merged_flash_attention
-from .short_calls import FEW, TitansLinear, is_short
+from .short_calls import FEW, is_short
 from .token_layout import round_up, take_or_zero
 
 
@@ -169,10 +169,10 @@ class TitansAttention(nn.Module):
         self.attention_dropout = config.attention_dropout
         self.is_causal = True
         width, bias = config.hidden_size, config.attention_bias
-        self.q_proj = TitansLinear(width, self.num_heads * self.head_dim, bias=bias)
-        self.k_proj = TitansLinear(width, self.num_key_value_heads * self.head_dim, bias=bias)
-        self.v_proj = TitansLinear(width, self.num_key_value_heads * self.head_dim, bias=bias)
-        self.o_proj = TitansLinear(self.num_heads * self.head_dim, width, bias=bias)
+        self.q_proj = nn.Linear(width, self.num_heads * self.head_dim, bias=bias)
+        self.k_proj = nn.Linear(width, self.num_key_value_heads * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(width, self.num_key_value_heads * self.head_dim, bias=bias)
+        self.o_proj = nn.Linear(self.num_heads * self.head_dim, width, bias=bias)
 
     def forward(
         self,
@@ -295,18 +295,22 @@ class TitansAttention(nn.Module):
 
     def _few_queries(self, heads: _Heads, mask: torch.Tensor) -> torch.Tensor:
         """Keys and values where they lie, not side by side; returns the output (B, T, H, D)."""
-        shape = (heads.query.shape[0], self.num_key_value_heads, -1, self.head_dim)
-        query, plain_query = heads.query.reshape(shape), heads.plain_query.reshape(shape)
-        groups = [(query, heads.keys, heads.values), (query, heads.retrieved_keys, heads.retrieved_values)]
+        batch_size, num_heads, num_queries = heads.query.shape[:3]
+        # Query heads that share their keys are further queries.
+        shape = (batch_size * self.num_key_value_heads, -1, self.head_dim)
+        query, groups = heads.query.reshape(shape), []
         if heads.persistent_keys is not None:
-            groups.insert(0, (plain_query, heads.persistent_keys, heads.persistent_values))
-        groups = [group for group in groups if group[1] is not None]
-        scores = torch.cat([q @ k.mT for q, k, _ in groups], -1)
-        scores = scores.view(*heads.query.shape[:3], -1).mul_(self.scaling).masked_fill_(~mask, float("-inf"))
-        weights = (
-            torch.softmax(scores, -1).view(*shape[:3], scores.shape[-1]).split([k.shape[-2] for _, k, _ in groups], -1)
-        )
-        output = sum(w @ v for w, (_, _, v) in zip(weights, groups, strict=True))
+            persistent = (t.repeat(batch_size, 1, 1) for t in (heads.persistent_keys, heads.persistent_values))
+            groups.append((heads.plain_query.reshape(shape), *persistent))
+        groups.append((query, heads.keys.flatten(0, 1), heads.values.flatten(0, 1)))
+        if heads.retrieved_keys is not None:
+            groups.append((query, heads.retrieved_keys.flatten(0, 1), heads.retrieved_values.flatten(0, 1)))
+        scores = torch.cat([torch.bmm(q, k.mT) for q, k, _ in groups], -1).mul_(self.scaling)
+        scores = scores.view(batch_size, num_heads, num_queries, -1).masked_fill_(~mask, float("-inf"))
+        weights = torch.softmax(scores, -1).view(*query.shape[:2], -1).split([k.shape[1] for _, k, _ in groups], -1)
+        output = torch.bmm(weights[0], groups[0][2])
+        for w, (_, _, v) in zip(weights[1:], groups[1:], strict=True):
+            output.baddbmm_(w, v)
         return output.view(heads.query.shape).transpose(1, 2)
 
     def _persistent_scores(self, heads: _Heads) -> torch.Tensor:

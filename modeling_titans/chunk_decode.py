@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 from .chunk_coefficients import chunk_coefficients
-from .inner_network import InnerNetwork, gelu_alone, inner_gradient, output_of
+from .inner_network import Hidden, InnerNetwork, gelu, inner_gradient, output_of
 from .memory_state import OpenChunk
 
 
@@ -91,7 +91,7 @@ def read_open_chunk(
     rows, shape = weights[0].shape[0], weights[0].shape[:2]
     layers = [w.flatten(0, 1) for w in weights]
     keys, v, q = (_by_head(t) for t in (tokens.keys, tokens.v, tokens.q))
-    factors = inner_gradient(network, layers, keys[:, keys.shape[1] - v.shape[1] :], v)
+    factors = inner_gradient(network, layers, keys[:, keys.shape[1] - v.shape[1] :], v, _gelu_and_slope)
     new = [t.unflatten(0, shape) for t in (*factors.a[1:], *factors.g)]
     old = (*chunk.inputs, *chunk.errors)
     if old[0].shape[2]:
@@ -102,7 +102,7 @@ def read_open_chunk(
     x, z = q, q
     for layer, (w, s, g) in enumerate(zip(layers, momentum, errors, strict=True)):
         if layer:
-            x = gelu_alone(z).value
+            x = gelu(z)
         a = inputs[layer - 1].flatten(0, 1) if layer else keys
         z = torch.bmm(x, w).mul_(c).addcmul_(torch.bmm(x, s.flatten(0, 1)), d)
         z.baddbmm_(torch.bmm(x, a.mT).mul_(A), g.flatten(0, 1), alpha=-1)
@@ -147,6 +147,11 @@ def in_place_of(chunk: OpenChunk, at: torch.Tensor) -> OpenChunk:
     inputs, errors = (tuple(put(t, at[:, None, :, None]) for t in group) for group in chunk[:2])
     behind = torch.nn.functional.pad(at, (1, 0))[:, None]
     return OpenChunk(inputs, errors, chunk.kept, put(chunk.mixed, behind), put(chunk.past, behind))
+
+
+def _gelu_and_slope(z: torch.Tensor) -> Hidden:
+    """As `gelu_and_slope`, in few operations, each of which costs more than its elements where tokens are few."""
+    return Hidden(gelu(z), torch.ops.aten.gelu_backward(torch.ones_like(z), z, approximate="tanh"), None)
 
 
 def _by_head(t: torch.Tensor) -> torch.Tensor:

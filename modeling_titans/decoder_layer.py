@@ -16,7 +16,6 @@ from .layer_state import AttentionState, Sealed, TitansLayerState
 from .memory_layer import TitansNeuralMemory, TitansRMSNorm
 from .memory_state import SegmentState
 from .segment_state import enter_piece, leave_piece
-from .short_calls import TitansLinear
 
 
 class TitansLayerOutput(NamedTuple):
@@ -34,9 +33,9 @@ class TitansMLP(nn.Module):
 
     def __init__(self, config: TitansConfig):
         super().__init__()
-        self.gate_proj = TitansLinear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = TitansLinear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = TitansLinear(config.intermediate_size, config.hidden_size, bias=False)
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
         self.act_fn = ACT2FN[config.hidden_act]
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from .configuration_titans import TitansConfig
 from .memory_ops import neural_memory
 from .memory_read import read_memory
 from .memory_state import MemoryState, NeuralMemoryState, SegmentState, number_of_rows
-from .short_calls import TitansConvolution, TitansLinear
+from .short_calls import TitansConvolution
 from .token_layout import TokenLayout, convolution_inputs
 
 
@@ -127,9 +127,9 @@ class TitansNeuralMemory(nn.Module):
         self.layer_idx = layer_idx
         num_heads, head_dim, width = config.memory_num_heads, config.memory_head_dim, config.hidden_size
         inner_width = num_heads * head_dim
-        self.q_proj = TitansLinear(width, inner_width, bias=False)
-        self.k_proj = TitansLinear(width, inner_width, bias=False)
-        self.v_proj = TitansLinear(width, inner_width, bias=False)
+        self.q_proj = nn.Linear(width, inner_width, bias=False)
+        self.k_proj = nn.Linear(width, inner_width, bias=False)
+        self.v_proj = nn.Linear(width, inner_width, bias=False)
         kernel_size = config.memory_conv_kernel_size
         channels = 3 * inner_width
         self.conv1d = None
@@ -144,8 +144,8 @@ class TitansNeuralMemory(nn.Module):
         self.memory_norm_weight = nn.Parameter(torch.ones(num_heads, head_dim)) if has_norm else None
         self.memory_norm_bias = nn.Parameter(torch.zeros(num_heads, head_dim)) if has_norm else None
         self.o_norm = TitansRMSNorm(head_dim, config.rms_norm_eps)
-        self.o_gate_proj = TitansLinear(width, inner_width, bias=False)
-        self.o_proj = TitansLinear(inner_width, width, bias=False)
+        self.o_gate_proj = nn.Linear(width, inner_width, bias=False)
+        self.o_proj = nn.Linear(inner_width, width, bias=False)
         self.initialise(nn.init)
 
     def initialise(self, init) -> None:

@@ -1,12 +1,8 @@
 # Copyright 2026 The transformers-titans authors.
 # SPDX-License-Identifier: Apache-2.0
-"""torch's linear layer and depthwise convolution, which also know a fast form for a few tokens on a CPU.
+"""A depthwise convolution that also knows fast forms for a CPU, and when a form for a few tokens may stand in.
 
-They are what they derive from, with the same parameters, so adapters, quantizers and hooks find what they look for.
-Decoding is bound by reading the parameters. A product of one row and a matrix takes twice as long in torch as one of a
-row and a batch of two halves of the matrix: 74 us against 34 for 384 x 384 out of a cache, on one core of an EPYC.
-
-Shapes: "..." any leading dimensions, which hold the tokens.
+It is the layer that it derives from, with its parameters, so adapters, quantizers and hooks find what they look for.
 """
 
 import torch
@@ -16,7 +12,7 @@ from torch import nn
 from .blockwise import depthwise_convolution, takes_blocks
 
 
-# Tokens for which the products of halves are faster than one product.
+# Tokens of which operations cost more than their elements.
 FEW = 8
 
 
@@ -35,22 +31,6 @@ def is_short(x: torch.Tensor, num_tokens: int) -> bool:
 def _is_plain(weight: torch.Tensor, x: torch.Tensor) -> bool:
     """Whether a weight is no quantized, sharded or otherwise special one."""
     return type(weight) is nn.Parameter and weight.dtype == x.dtype
-
-
-class TitansLinear(nn.Linear):
-    """`nn.Linear`."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(..., in_features) -> (..., out_features)."""
-        if self.out_features % 2 or not (is_short(x, x.numel() // self.in_features) and _is_plain(self.weight, x)):
-            return F.linear(x, self.weight, self.bias)
-        x, shape = x.contiguous(), (*x.shape[:-1], self.out_features)
-        number = x.numel() // self.in_features
-        # The tokens as columns, once for each half.
-        columns = x.as_strided((2, self.in_features, number), (0, 1, self.in_features))
-        y = torch.bmm(self.weight.view(2, -1, self.in_features), columns)
-        y = y.view(shape) if number == 1 else y.view(self.out_features, number).mT.contiguous().view(shape)
-        return y if self.bias is None else y + self.bias
 
 
 class TitansConvolution(nn.Conv1d):

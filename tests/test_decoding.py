@@ -14,7 +14,7 @@ from stream_testing import EXACT, feed
 from titans_testing import TOLERANCE, assert_close, logits_of, random_ids
 from transformers_titans import TitansCache
 from transformers_titans.memory_state import iterate_tensors
-from transformers_titans.short_calls import TitansConvolution, TitansLinear
+from transformers_titans.short_calls import TitansConvolution
 from variant_oracle import VARIANTS, variant_model
 
 
@@ -72,7 +72,7 @@ def test_a_token_takes_a_bounded_number_of_operators_per_layer(variant):
         with Operators() as operators:
             feed(model, cache, random_ids(1, 1))
         counts.append(len(operators.names))
-    assert (counts[1] - counts[0]) / 2 <= {"lmm": 110, "mal": 140, "mag": 140, "mac": 190}[variant]
+    assert (counts[1] - counts[0]) / 2 <= {"lmm": 110, "mal": 150, "mag": 150, "mac": 185}[variant]
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["alike", "ragged"])
@@ -134,16 +134,6 @@ def test_what_is_kept_of_an_open_chunk_is_what_its_tokens_come_to(variant, padde
         # Errors are those of their tokens; at places without one there may be anything.
         for name in ("kept", "mixed", "past"):
             assert_close(name, getattr(actual, name), getattr(expected, name), EXACT)
-
-
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("shape", [(1, 1), (1, 6), (3, 2), (3, 3)])
-def test_a_linear_layer_of_few_tokens_is_one(shape, bias):
-    layer, x = TitansLinear(6, 10, bias=bias, dtype=F64), torch.randn(*shape, 6, dtype=F64)
-    with torch.no_grad():
-        actual = layer(x)
-    assert actual.is_contiguous()
-    assert_close("output", actual, F.linear(x, layer.weight, layer.bias), TOLERANCE[F64])
 
 
 @pytest.mark.parametrize("channels", [12, 4])
