@@ -390,7 +390,8 @@ def test_double_model_computes_in_double(variant):
     assert all(t.dtype == F64 for t in iterate_floats(output.cache))
     converted = variant_model(variant).double()
     fill_with_noise(converted)
-    assert torch.equal(logits_of(converted, ids), output.logits)
+    # Without a graph both: short calls then take other products, whose last digit may differ.
+    assert torch.equal(logits_of(converted, ids), logits_of(model, ids))
 
 
 @pytest.mark.parametrize("variant", ["lmm", "mac"])
