@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from .chunk_scan import chunk_scan, compiled_chunk_scan
+from .chunk_scan import PYTORCH_SCANS, chunk_scan, compiled_chunk_scan
 from .memory_checks import check_layout, check_options, check_parameters, check_state, check_tokens
 from .memory_ops_chunked import MemoryCall, MemoryResult, chunked_memory
 from .memory_ops_recurrent import recurrent_memory
@@ -121,7 +121,7 @@ def neural_memory(
         scan,
         torch.bfloat16 if dtype == torch.float32 and _precision() == "medium" else None,
     )
-    if scan not in (chunk_scan, compiled_chunk_scan) and q.dtype != dtype:
+    if scan not in PYTORCH_SCANS and q.dtype != dtype:
         call = _with_vectors(call, q, k, v)
     # Products of a state in float32 must not be taken in a lower precision behind the state's back.
     with torch.autocast(q.device.type, enabled=False):

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from .chunk_decode import NewTokens, OpenRead, empty_chunk, in_place_of, known_chunk, read_open_chunk
-from .chunk_scan import chunk_scan, compiled_chunk_scan
+from .chunk_scan import PYTORCH_SCANS
 from .inner_network import InnerNetwork
 from .memory_state import MemoryState, PendingTokens
 from .scan_inputs import ScanInputs, ScanOptions, ScanResult
@@ -92,7 +92,7 @@ def _keeps_chunk(call: MemoryCall) -> bool:
 
     It is not for autograd, and a kernel reads open chunks itself. What it keeps pays off where few tokens follow.
     """
-    return call.q.shape[1] <= FEW and not torch.is_grad_enabled() and call.scan in (chunk_scan, compiled_chunk_scan)
+    return call.q.shape[1] <= FEW and not torch.is_grad_enabled() and call.scan in PYTORCH_SCANS
 
 
 def _read_open(call: MemoryCall, state: MemoryState, q, tokens: PendingTokens) -> OpenRead:

@@ -146,12 +146,6 @@ def _span_of(inputs: ScanInputs) -> int:
     return min(max(_PROGRAMS // num_groups, 1), _MAX_SPAN, num_chunks)
 
 
-def _slice_chunks(inputs: ScanInputs, begin: int, end: int) -> ScanInputs:
-    flat = inputs.flatten()
-    flat[:8] = [t if t is None else t[begin:end] for t in flat[:8]]
-    return ScanInputs.unflatten(flat, len(inputs.weights))
-
-
 def _forward(
     inputs: ScanInputs, options: ScanOptions, precision: str, keep: bool
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -176,7 +170,7 @@ def _forward(
         slots = [t[begin : end + 1] if keep else t for t in states]
         to = [None if t is None else t[begin:end] for t in (output, surprise)]
         with on_device_of(inputs.k):
-            _forward_span(_slice_chunks(inputs, begin, end), options, precision, slots, scratch, *to)
+            _forward_span(inputs.slice_chunks(begin, end), options, precision, slots, scratch, *to)
         last = end if keep else end - begin
     # Copies: a view would keep all of the states alive with the last one.
     state = [t[last].clone() for t in states] if options.write else []
@@ -248,7 +242,7 @@ def _backward(
     num_chunks, span = inputs.k.shape[0], _span_of(inputs)
     for begin in reversed(range(0, num_chunks, span)):
         at = begin, min(begin + span, num_chunks)
-        here = [_slice_chunks(t, *at) for t in (inputs, gradients)]
+        here = [t.slice_chunks(*at) for t in (inputs, gradients)]
         with on_device_of(inputs.k):
             _backward_span(*here, options, precision, [t[slice(*at)] for t in states], output_bar[slice(*at)])
     return gradients

@@ -78,13 +78,6 @@ class ScanInputs(NamedTuple):
         flat[:8] = [t if t is None else t[begin:end] for t in flat[:8]]
         return ScanInputs.unflatten(flat, len(self.weights))
 
-    def slice_rows(self, begin: int, end: int) -> "ScanInputs":
-        """Rows times heads begin..end - 1."""
-        flat = self.flatten()
-        flat[:8] = [t if t is None else t[:, begin:end] for t in flat[:8]]
-        flat[8:] = [t if t is None else t[begin:end] for t in flat[8:]]
-        return ScanInputs.unflatten(flat, len(self.weights))
-
 
 class ScanResult(NamedTuple):
     """Output (N, G, b_q, D), the state behind the last chunk, and the inner losses (N, G, b) or None."""

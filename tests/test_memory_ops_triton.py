@@ -24,11 +24,6 @@ pytest.importorskip("triton")
 SIZES = {"head_dim": 16, "hidden": 32, "chunk_size": 16, "max_step": 0.05, "max_forget": 0.05}
 
 
-def bits(*rows: str) -> torch.Tensor:
-    """(B, T) bool from one string of 0 and 1 per row."""
-    return torch.tensor([[c == "1" for c in row] for row in rows])
-
-
 def padded(length: int) -> torch.Tensor:
     """Pads on the left of row 0 and inside row 1."""
     mask = torch.ones(2, length, dtype=torch.bool)
