@@ -1,6 +1,6 @@
 # Copyright 2026 The transformers-titans authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A depthwise convolution that also knows fast forms for a CPU, and when a form for a few tokens may stand in.
+"""A depthwise convolution that also knows a fast form for a CPU, and when a form for a few tokens may stand in.
 
 It is the layer that it derives from, with its parameters, so adapters, quantizers and hooks find what they look for.
 """
@@ -28,11 +28,6 @@ def is_short(x: torch.Tensor, num_tokens: int) -> bool:
     )
 
 
-def _is_plain(weight: torch.Tensor, x: torch.Tensor) -> bool:
-    """Whether a weight is no quantized, sharded or otherwise special one."""
-    return type(weight) is nn.Parameter and weight.dtype == x.dtype
-
-
 class TitansConvolution(nn.Conv1d):
     """`nn.Conv1d`; a depthwise one without padding and bias also takes its first channels alone.
 
@@ -43,10 +38,7 @@ class TitansConvolution(nn.Conv1d):
         """(B, C, S) -> (B, C_out, S - K + 1) for K taps; C_out is C if only the first C channels are given."""
         if self.groups != self.out_channels or self.groups != self.in_channels or self.bias is not None:
             return super().forward(x)
-        channels, taps = x.shape[1], self.weight.shape[2]
-        weight = self.weight[:channels]
-        if is_short(x, x.shape[0] * (x.shape[2] - taps + 1)) and _is_plain(self.weight, x):
-            return (x.unfold(2, taps, 1) * weight).sum(-1)
+        weight = self.weight[: x.shape[1]]
         if takes_blocks(x, weight):
             return depthwise_convolution(x.mT, weight).mT
-        return F.conv1d(x, weight, groups=channels)
+        return F.conv1d(x, weight, groups=x.shape[1])
