@@ -18,7 +18,7 @@ AUTO_MAP = {
 }
 
 # Each field of fixed words: (what it may say, what this version can build).
-BACKENDS = ("auto", "triton", "chunked", "compiled", "recurrent")
+BACKENDS = ("auto", "triton", "chunked", "compiled", "native", "recurrent")
 CHOICES = {
     "variant": (("lmm", "mal", "mag", "mac"), ("lmm", "mal", "mag", "mac")),
     "memory_gating": (("silu", "sigmoid"), ("silu", "sigmoid")),

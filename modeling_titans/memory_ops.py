@@ -8,15 +8,17 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from .chunk_scan import PYTORCH_SCANS, chunk_scan, compiled_chunk_scan
+from .chunk_scan import chunk_scan, compiled_chunk_scan
 from .memory_checks import check_layout, check_options, check_parameters, check_state, check_tokens
-from .memory_ops_chunked import MemoryCall, MemoryResult, chunked_memory
+from .memory_ops_chunked import PLAIN_SCANS, MemoryCall, MemoryResult, chunked_memory
+from .memory_ops_native import native_scan
+from .memory_ops_native import reason_against as reason_against_native
 from .memory_ops_recurrent import recurrent_memory
 from .memory_state import MemoryState, PendingTokens, map_tensors
 from .token_layout import TokenLayout
 
 
-BACKENDS = ("auto", "triton", "chunked", "compiled", "recurrent")
+BACKENDS = ("auto", "triton", "chunked", "compiled", "native", "recurrent")
 RULES = ("titans",)
 GATE_GRANULARITIES = ("token", "chunk")
 
@@ -70,20 +72,21 @@ def neural_memory(
         start_state: the state, of one row, in which a document begins; needed if the layout has document starts.
         output_surprise: whether to return the inner losses too.
         backend: "triton" (fused kernels; depth 1 and 2, see `triton_scan` for the sizes), "chunked" (the same form in
-            PyTorch), "compiled" (the same, whole chunks through torch.compile), "recurrent" (token by token), or
-            "auto": "triton" on a GPU where it takes the sizes and is installed, else "chunked".
+            PyTorch), "compiled" (the same, whole chunks through torch.compile), "native" (the same in C++ on a CPU,
+            compiled on first use), "recurrent" (token by token), or "auto": "triton" on a GPU where it takes the sizes
+            and is installed, else "chunked".
 
     Returns:
         ``output`` (B, T, H, D) in q's dtype, zero at masked tokens; ``state`` after the call, in float32 (float64 if
         the state or an input is), whatever the inputs' dtype and autocast; ``surprise`` (B, T, H) in the state's
         dtype or None: each token's inner loss at the weights of its chunk's start.
         Output and state are differentiable in every tensor given, including both states; surprise is not.
-        "chunked" takes matrix products in float32; after ``torch.set_float32_matmul_precision("medium")``, which
-        allows it, it rounds their operands to bfloat16. "triton" does so for bfloat16 inputs. Sums are float32.
+        "chunked" and "native" take matrix products in float32; after ``torch.set_float32_matmul_precision("medium")``, which
+        allows it, they round their operands to bfloat16. "triton" does so for bfloat16 inputs. Sums are float32.
 
     Raises:
         ValueError: naming the argument, its value and what is allowed.
-        ImportError: "triton" is asked for and not installed.
+        ImportError: "triton" is asked for and not installed, or "native" and there is no C++ compiler.
     """
     choices = {
         "rule": (rule, RULES),
@@ -121,7 +124,7 @@ def neural_memory(
         scan,
         torch.bfloat16 if dtype == torch.float32 and _precision() == "medium" else None,
     )
-    if scan not in PYTORCH_SCANS and q.dtype != dtype:
+    if scan not in PLAIN_SCANS and q.dtype != dtype:
         call = _with_vectors(call, q, k, v)
     # Products of a state in float32 must not be taken in a lower precision behind the state's back.
     with torch.autocast(q.device.type, enabled=False):
@@ -141,6 +144,11 @@ def _pick_scan(backend: str, sizes: tuple, q: torch.Tensor) -> Callable:
             return scan_or_decode
         if backend == "triton":
             raise ValueError(f'{reason}; backend="chunked" takes it')
+    if backend == "native":
+        reason = reason_against_native(sizes[-1], q)
+        if reason is not None:
+            raise ValueError(f'{reason}; backend="chunked" takes it')
+        return native_scan
     return compiled_chunk_scan if backend == "compiled" else chunk_scan
 
 
