@@ -259,28 +259,26 @@ class ChunkAdjoint : public Chunk<T> {
     // The gradient of error * scale, and the dots by which g_L depends on x_hat and 1 / sigma in J.
     norm_jacobian(bar, x_hat, rstd, D, tokens, top_bar);
     for (long i = 0; i < tokens; i += kLanes<T>) {
-      Vec<T> scaled_dot = {}, bar_dot = {}, sigma_dot = {};
-      for (long row = 0; row < D; ++row) {
-        const long at = row * tokens + i;
-        const Vec<T> b = load(bar + at), hat = load(x_hat + at);
-        scaled_dot += load(error + at) * scale[row] * hat, bar_dot += b * hat, sigma_dot += b * load(g[L - 1] + at);
-      }
+      const auto at_row = [&](const T* x, long row) { return load(x + row * tokens + i); };
+      const Vec<T> scaled_dot =
+          sum_rows<T>(D, [&](long row) { return at_row(error, row) * scale[row] * at_row(x_hat, row); });
+      const Vec<T> bar_dot = sum_rows<T>(D, [&](long row) { return at_row(bar, row) * at_row(x_hat, row); });
+      const Vec<T> sigma_dot = sum_rows<T>(D, [&](long row) { return at_row(bar, row) * at_row(g[L - 1], row); });
       const Vec<T> weight = load(rstd + i) / T(D);
-      Vec<T> mean = {}, hat_dot = {};
       for (long row = 0; row < D; ++row) {
         const long at = row * tokens + i;
         const Vec<T> scaled_bar = load(top_bar + at), e = load(error + at), hat = load(x_hat + at);
         const Vec<T> from_output = by_output * scaled_bar * scale[row];
         const Vec<T> hat_bar = from_output * scale[row] - load(bar + at) * (weight * scaled_dot) -
                                e * scale[row] * (weight * bar_dot);
-        mean += hat_bar, hat_dot += hat_bar * hat;
         store(f_bar + at, hat_bar);
         T *to_scale = scale_sums + row * kLanes<T>, *to_shift = shift_sums + row * kLanes<T>;
         store(to_scale, load(to_scale) + scaled_bar * e + from_output * hat);
         store(to_shift, load(to_shift) + from_output);
         store(error_bar + at, by_v * scaled_bar * scale[row]);
       }
-      mean /= T(D), hat_dot /= T(D);
+      const Vec<T> mean = sum_rows<T>(D, [&](long row) { return at_row(f_bar, row); }) / T(D);
+      const Vec<T> hat_dot = sum_rows<T>(D, [&](long row) { return at_row(f_bar, row) * at_row(x_hat, row); }) / T(D);
       for (long row = 0; row < D; ++row) {
         const long at = row * tokens + i;
         const Vec<T> hat = load(x_hat + at);

@@ -107,14 +107,13 @@ class Chunk {
 
   // Each token's inner loss, given `inner_gradient`.
   void inner_loss(T* loss) {
-    for (long t = 0; t < p.length; ++t) {
-      T sum = 0;
-      for (long r = 0; r < D; ++r) {
-        const long at = r * p.token_stride + t;
-        sum += p.dot ? -output_at(k, x_hat, at, r) * v[at] : error[at] * error[at] / 4;
-      }
-      loss[t] = sum;
-    }
+    each<T>(p.token_stride, [&](long i) {
+      const Vec<T> sum = sum_rows<T>(D, [&](long r) {
+        const long at = r * p.token_stride + i;
+        return p.dot ? output_vector(k, x_hat, at, r) * load(v + at) : load(error + at) * load(error + at);
+      });
+      for (long t = i; t < std::min(i + kLanes<T>, p.length); ++t) loss[t] = sum[t - i] * (p.dot ? T(-1) : T(0.25));
+    });
   }
 
   // M_{W_t}(q_t), given `inner_gradient`; read_x_hat is what M's last layer gives, normalised if it is.
@@ -237,10 +236,6 @@ class Chunk {
     Vec<T> y = load(top + at);
     if (scale) y = y * scale[feature] + shift[feature];
     return p.residual ? y + load(x + at) : y;
-  }
-  T output_at(const T* x, const T* top, long at, long feature) const {
-    const T y = scale ? top[at] * scale[feature] + shift[feature] : top[at];
-    return p.residual ? y + x[at] : y;
   }
 
   // out = x times LN's scale.

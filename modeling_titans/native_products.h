@@ -122,20 +122,38 @@ void column_block(const Term<T>* terms, int count, long rows, long column, const
 
 // The sum of products of ``terms``, (rows, columns), put into ``result``; columns are padded to whole vectors.
 template <class T>
-void multiply(std::initializer_list<Term<T>> terms, long rows, long columns, const Result<T>& result) {
-  const int count = int(terms.size());
+void multiply(const Term<T>* terms, int count, long rows, long columns, const Result<T>& result) {
   const long vectors = padded<T>(columns) / kLanes<T>;
   for (long done = 0; done < vectors;) {
     const long column = done * kLanes<T>, left = std::min<long>(vectors - done, kMaxVectors);
     switch (left) {
-      case 1: column_block<T, 1>(terms.begin(), count, rows, column, result); break;
-      case 2: column_block<T, 2>(terms.begin(), count, rows, column, result); break;
+      case 1: column_block<T, 1>(terms, count, rows, column, result); break;
+      case 2: column_block<T, 2>(terms, count, rows, column, result); break;
 #if defined(__AVX512F__) || defined(__aarch64__)
-      case 3: column_block<T, 3>(terms.begin(), count, rows, column, result); break;
-      default: column_block<T, 4>(terms.begin(), count, rows, column, result); break;
+      case 3: column_block<T, 3>(terms, count, rows, column, result); break;
+      default: column_block<T, 4>(terms, count, rows, column, result); break;
 #endif
     }
     done += left;
+  }
+}
+
+// Products that are summed in one chain; of more of them, sums are added up: less is lost to rounding, and the rows of
+// b that a block takes stay in the innermost cache.
+constexpr long kChain = 128;
+
+template <class T>
+void multiply(std::initializer_list<Term<T>> terms, long rows, long columns, Result<T> result) {
+  if (terms.size() > 1 || terms.begin()->k <= kChain) {
+    multiply(terms.begin(), int(terms.size()), rows, columns, result);
+    return;
+  }
+  Term<T> part = *terms.begin();
+  for (long left = part.k; left > 0; left -= part.k) {
+    part.k = std::min(left, kChain);
+    multiply(&part, 1, rows, columns, result);
+    part.a += part.k * (part.crosswise ? part.a_stride : 1), part.b += part.k * part.b_stride;
+    result.keep = 1, result.base = nullptr, result.other = nullptr;
   }
 }
 

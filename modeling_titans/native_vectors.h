@@ -123,24 +123,25 @@ inline Vec<double> exponential(Vec<double> x) {
   return x == x ? result : x;
 }
 
-// gelu(z) = z sigmoid(w), w = z (kLinear + kCubic z^2): the tanh form.
+// gelu(z) = z s with s = sigmoid(w), w = z (kLinear + kCubic z^2): the tanh form.
 template <class T>
 struct Gelu {
   static constexpr T kLinear = T(1.5957691216057308), kCubic = T(0.044715 * 1.5957691216057308);
-  Vec<T> z, square, s;
+  Vec<T> z, square, s, rest;
 
   explicit Gelu(Vec<T> z) : z(z), square(z * z) {
-    s = T(1) / (T(1) + exponential(-z * (square * kCubic + kLinear)));
+    const Vec<T> e = exponential(-z * (square * kCubic + kLinear));
+    s = T(1) / (T(1) + e);
+    // 1 - s to its last bit, as a difference would not give it; e may be infinite, where s is 0.
+    rest = s > T(0) ? e * s : filled(T(1));
   }
   Vec<T> value() const { return z * s; }
   Vec<T> gate_slope() const { return square * (3 * kCubic) + kLinear; }
-  // s' = s (1 - s) w'; with s at its limit it is exactly 0.
-  Vec<T> s_slope(Vec<T> spread) const { return spread * gate_slope(); }
-  Vec<T> slope() const { return s + z * s_slope(s - s * s); }
-  // gelu'' = 2 s' + z s'',  s'' = s' (1 - 2 s) w' + s (1 - s) w''.
+  Vec<T> slope() const { return s + z * (s * rest * gate_slope()); }
+  // gelu'' = 2 s' + z s'',  s' = s (1 - s) w',  s'' = s' (1 - 2 s) w' + s (1 - s) w''.
   Vec<T> curvature() const {
-    const Vec<T> spread = s - s * s, first = s_slope(spread);
-    return first * T(2) + z * (first * (T(1) - T(2) * s) * gate_slope() + spread * (z * (6 * kCubic)));
+    const Vec<T> spread = s * rest, first = spread * gate_slope();
+    return first * T(2) + z * (first * (rest - s) * gate_slope() + spread * (z * (6 * kCubic)));
   }
 };
 
