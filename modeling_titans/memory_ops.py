@@ -81,8 +81,9 @@ def neural_memory(
         the state or an input is), whatever the inputs' dtype and autocast; ``surprise`` (B, T, H) in the state's
         dtype or None: each token's inner loss at the weights of its chunk's start.
         Output and state are differentiable in every tensor given, including both states; surprise is not.
-        "chunked" and "native" take matrix products in float32; after ``torch.set_float32_matmul_precision("medium")``, which
-        allows it, they round their operands to bfloat16. "triton" does so for bfloat16 inputs. Sums are float32.
+        "chunked" and "native" take matrix products in float32; after
+        ``torch.set_float32_matmul_precision("medium")``, which allows it, they round operands to bfloat16. "triton"
+        does so for bfloat16 inputs. Sums are float32.
 
     Raises:
         ValueError: naming the argument, its value and what is allowed.
