@@ -71,7 +71,9 @@ def _check_pending(name: str, state: MemoryState, batch_size: int, q: torch.Tens
         _check_tensor(f"{name}.pending.{field}", tensor, letters, (batch_size, width, *q.shape[2:ends]))
 
 
-def check_layout(layout: TokenLayout, state: MemoryState, q: torch.Tensor, chunk_size: int, start_state) -> None:
+def check_layout(
+    layout: TokenLayout, state: MemoryState, q: torch.Tensor, chunk_size: int, start_state, segments
+) -> None:
     if layout.chunk_size != chunk_size:
         raise ValueError(f"layout was built for chunk_size {layout.chunk_size}, not {chunk_size}")
     if not _same_count(layout.count, state.count):
@@ -83,7 +85,7 @@ def check_layout(layout: TokenLayout, state: MemoryState, q: torch.Tensor, chunk
         raise ValueError(f"state has room for {width} pending tokens; with chunk_size {chunk_size} allowed: {allowed}")
     if layout.mask is not None and layout.mask.shape != q.shape[:2]:
         raise ValueError(f"layout was built for (B, T) = {tuple(layout.mask.shape)}, got q {tuple(q.shape)}")
-    if layout.document_starts is not None:
+    if layout.document_starts is not None or (segments is not None and segments.restarts and segments.chunks):
         _check_start_state(start_state, state, q)
 
 
@@ -96,7 +98,7 @@ def _same_count(one: int | torch.Tensor, other: int | torch.Tensor) -> bool:
 
 def _check_start_state(start_state: MemoryState | None, state: MemoryState, q: torch.Tensor) -> None:
     if start_state is None:
-        raise ValueError("start_state is needed where the layout has document starts")
+        raise ValueError("start_state is needed where the layout has document starts, or segments begin anew")
     check_state("start_state", start_state, 1, q[:1])
     if start_state.count != 0:
         raise ValueError(f"start_state must have no pending tokens, got count {start_state.count}")

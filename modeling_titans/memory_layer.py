@@ -10,10 +10,15 @@ from torch import nn
 
 from .blockwise import EPS, silu_and_unit, takes_blocks
 from .configuration_titans import TitansConfig
+from .inner_network import InnerNetwork
+from .kept_memories import KeptMemories
+from .kept_plan import KeptCounts
+from .memory_caching import CachingOptions, read_segment, read_with_caching
 from .memory_ops import neural_memory
 from .memory_read import read_memory
 from .memory_state import MemoryState, NeuralMemoryState, SegmentState, number_of_rows
 from .short_calls import TitansConvolution
+from .state_pair import Products
 from .token_layout import TokenLayout, convolution_inputs
 
 
@@ -143,6 +148,9 @@ class TitansNeuralMemory(nn.Module):
         has_norm = config.memory_norm
         self.memory_norm_weight = nn.Parameter(torch.ones(num_heads, head_dim)) if has_norm else None
         self.memory_norm_bias = nn.Parameter(torch.zeros(num_heads, head_dim)) if has_norm else None
+        caching, self.u_proj = self.caching, None
+        if caching is not None and caching.is_gated and config.connector == "projection":
+            self.u_proj = nn.Linear(width, inner_width, bias=False)
         self.o_norm = TitansRMSNorm(head_dim, config.rms_norm_eps)
         self.o_gate_proj = nn.Linear(width, inner_width, bias=False)
         self.o_proj = nn.Linear(inner_width, width, bias=False)
@@ -154,6 +162,11 @@ class TitansNeuralMemory(nn.Module):
             # LN's result then has length 1, as keys have: with a scale of 1 no memory could come near any value.
             init.constant_(self.memory_norm_weight, self.config.memory_head_dim**-0.5)
             init.zeros_(self.memory_norm_bias)
+
+    @property
+    def caching(self) -> CachingOptions | None:
+        """Read from the config at each call, so that a model trained without caching can be switched to `average`."""
+        return CachingOptions.of(self.config)
 
     def start_state(self, prefix_states: torch.Tensor | None = None) -> NeuralMemoryState:
         """The state of one row before its first token.
@@ -170,7 +183,9 @@ class TitansNeuralMemory(nn.Module):
         if self.conv1d is not None:
             channels = 3 * self.config.memory_num_heads * self.config.memory_head_dim
             tail = weights[0].new_zeros(1, self.config.memory_conv_kernel_size - 1, channels)
-        state = NeuralMemoryState(MemoryState.initial(weights, 1), tail)
+        memory = MemoryState.initial(weights, 1)
+        kept = None if self.caching is None else KeptMemories.initial(memory.weights, self.caching.is_gated)
+        state = NeuralMemoryState(memory, tail, kept)
         if prefix_states is None:
             return state
         chunk_size = self.config.memory_chunk_size
@@ -216,7 +231,9 @@ class TitansNeuralMemory(nn.Module):
                 raise ValueError("prefix_states and output_surprise belong to writing; a SegmentState is read only")
             layout = self._layout(hidden_states, attention_mask, 0) if layout is None else layout
             return self._read(hidden_states, state, layout)
-        restarts = layout is not None and layout.document_starts is not None
+        if layout is None:
+            layout = self._layout(hidden_states, attention_mask, 0 if state is None else state.memory.count, state)
+        restarts = layout.document_starts is not None or _begins_anew(layout)
         # A trace knows no grad_fn; to attach where it is not needed changes no number.
         is_foreign = state is not None and (torch.compiler.is_compiling() or state.memory.weights[0].grad_fn is None)
         attaches = is_foreign and not restarts and self.training and torch.is_grad_enabled()
@@ -225,14 +242,16 @@ class TitansNeuralMemory(nn.Module):
             state = start_state.expand(hidden_states.shape[0])
         elif attaches:
             state = _attach(start_state, state)
-        if layout is None:
-            layout = self._layout(hidden_states, attention_mask, state.memory.count)
         y, state, surprise = self._write_and_read(hidden_states, state, layout, start_state, output_surprise)
         return NeuralMemoryOutput(self._output(y, hidden_states), state, surprise)
 
-    def _layout(self, hidden_states, attention_mask, count: int | torch.Tensor) -> TokenLayout:
+    def _layout(self, hidden_states, attention_mask, count: int | torch.Tensor, state=None) -> TokenLayout:
         shape = tuple(hidden_states.shape[:2])
-        return TokenLayout.build(attention_mask, count=count, chunk_size=self.config.memory_chunk_size, shape=shape)
+        layout = TokenLayout.build(attention_mask, count=count, chunk_size=self.config.memory_chunk_size, shape=shape)
+        if self.caching is None:
+            return layout
+        counts = KeptCounts(0, 0, 0) if state is None else state.kept.counts
+        return self.caching.plan(layout, counts, shape, hidden_states.device)
 
     def _output(self, y: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         """M's answers (B, T, H, D) -> (B, T, hidden_size)."""
@@ -248,9 +267,14 @@ class TitansNeuralMemory(nn.Module):
                 x, tail = (F.pad(t, (0, 2 * number)) for t in (x, tail))
             x, tail = self._convolve(x, tail, None, layout)
             x, tail = x[..., :number], tail[..., :number]
-        q = F.silu(x).unflatten(-1, (self.config.memory_num_heads, self.config.memory_head_dim))
+        q = _unit(F.silu(x).unflatten(-1, (self.config.memory_num_heads, self.config.memory_head_dim)))
+        if self.caching is not None:
+            network = self._network(state.segment_weights[0].dtype)
+            exact, u = self._exact(q, hidden_states, network, None)
+            y = read_segment(self.caching, exact, u, state.segment_weights, state.kept, network).to(q.dtype)
+            return NeuralMemoryOutput(self._output(y, hidden_states), state._replace(conv_tail=tail), None)
         y = read_memory(
-            _unit(q),
+            q,
             state.segment_weights,
             norm_weight=self.memory_norm_weight,
             norm_bias=self.memory_norm_bias,
@@ -261,29 +285,64 @@ class TitansNeuralMemory(nn.Module):
     def _write_and_read(self, hidden_states, state, layout, start_state, output_surprise):
         """Returns M's answers (B, T, H, D), the new state and the inner losses."""
         q, k, v, tail = self._project(hidden_states, state, layout, start_state)
-        theta, alpha, eta = self._gates(hidden_states)
-        config = self.config
-        result = neural_memory(
-            q,
-            k,
-            v,
-            theta,
-            alpha,
-            eta,
-            state.memory,
-            chunk_size=layout.chunk_size,
-            norm_weight=self.memory_norm_weight,
-            norm_bias=self.memory_norm_bias,
-            residual=config.memory_residual,
-            forget_to_weights=self.start_weights() if config.memory_forget_to == "start" else None,
-            rule=config.memory_rule,
-            gate_granularity=config.memory_gate_granularity,
-            layout=layout,
-            start_state=None if start_state is None else start_state.memory,
-            output_surprise=output_surprise,
-            backend=config.memory_backend,
-        )
-        return result.output, NeuralMemoryState(result.state, tail), result.surprise
+        gates, config = self._gates(hidden_states), self.config
+        forget_to = self.start_weights() if config.memory_forget_to == "start" else None
+
+        def write(memory: MemoryState, segments=None, **mix):
+            return neural_memory(
+                q,
+                k,
+                v,
+                *gates,
+                memory,
+                chunk_size=layout.chunk_size,
+                norm_weight=self.memory_norm_weight,
+                norm_bias=self.memory_norm_bias,
+                residual=config.memory_residual,
+                forget_to_weights=forget_to,
+                rule=config.memory_rule,
+                gate_granularity=config.memory_gate_granularity,
+                layout=layout,
+                start_state=None if start_state is None else start_state.memory,
+                output_surprise=output_surprise,
+                backend=config.memory_backend,
+                segments=segments,
+                **mix,
+            )
+
+        kept = state.kept
+        if layout.kept is None:
+            result = write(state.memory)
+        else:
+            network = self._network(state.memory.weights[0].dtype)
+            exact, u = self._exact(q, hidden_states, network, layout.mask)
+            result, kept = read_with_caching(self.caching, write, exact, u, state.memory, kept, layout.kept, network)
+        return result.output.to(q.dtype), NeuralMemoryState(result.state, tail, kept), result.surprise
+
+    def _network(self, dtype: torch.dtype) -> InnerNetwork:
+        """M of H heads, for reading kept memories."""
+        norm = [
+            None if t is None else t.to(dtype).unsqueeze(1) for t in (self.memory_norm_weight, self.memory_norm_bias)
+        ]
+        return InnerNetwork(self.config.memory_residual, *norm, 1e-6, Products(None, dtype))
+
+    def _exact(self, q: torch.Tensor, hidden_states: torch.Tensor, network: InnerNetwork, mask):
+        """Queries (B, T, H, D) and connectors u (Memory Caching, eq. 10) in the state's dtype, zero at masked tokens;
+        u is None where reads are not gated."""
+        dtype = torch.promote_types(q.dtype, network.products.result)
+        u = None
+        if self.caching.is_gated:
+            u = q
+            if self.config.connector == "projection":
+                if self.u_proj is None:
+                    raise ValueError(
+                        f"memory_caching={self.config.memory_caching!r} with connector='projection' needs u_proj, which "
+                        "this layer was built without: load the model with these fields, or use connector='query'"
+                    )
+                u = self.u_proj(hidden_states).unflatten(-1, q.shape[2:])
+        if mask is not None:
+            q, u = (t if t is None else torch.where(mask[:, :, None, None], t, 0) for t in (q, u))
+        return q.to(dtype), None if u is None else u.to(dtype)
 
     def _project(self, hidden_states, state, layout, start_state):
         """Queries, keys and values (B, T, H, D), the first two of length 1, and the convolution's new tail."""
@@ -336,6 +395,11 @@ class TitansNeuralMemory(nn.Module):
             raise ValueError(
                 f"attention_mask must be (B, T) = {tuple(hidden_states.shape[:2])}, got {tuple(attention_mask.shape)}"
             )
+
+
+def _begins_anew(layout: TokenLayout) -> bool:
+    """Whether segments end in a call that begin at the start state."""
+    return layout.kept is not None and layout.kept.ends.restarts and len(layout.kept.ends.chunks) > 0
 
 
 def _attach(start_state: NeuralMemoryState, state: NeuralMemoryState) -> NeuralMemoryState:

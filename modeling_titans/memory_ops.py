@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from .chunk_scan import PYTORCH_SCANS, chunk_scan, compiled_chunk_scan
+from .kept_plan import SegmentEnds
 from .memory_checks import check_layout, check_options, check_parameters, check_state, check_tokens
 from .memory_ops_chunked import MemoryCall, MemoryResult, chunked_memory
 from .memory_ops_recurrent import recurrent_memory
@@ -42,6 +43,7 @@ def neural_memory(
     start_state: MemoryState | None = None,
     output_surprise: bool = False,
     backend: str = "auto",
+    segments: SegmentEnds | None = None,
 ) -> MemoryResult:
     """Writes each token into a memory network and reads the network back at that token.
 
@@ -72,11 +74,15 @@ def neural_memory(
         backend: "triton" (fused kernels; depth 1 and 2, see `triton_scan` for the sizes), "chunked" (the same form in
             PyTorch), "compiled" (the same, whole chunks through torch.compile), "recurrent" (token by token), or
             "auto": "triton" on a GPU where it takes the sizes and is installed, else "chunked".
+        segments: the chunks behind which a segment ends (Memory Caching, section 3), and whether the next one begins
+            at ``start_state``; None: there are no segments.
 
     Returns:
         ``output`` (B, T, H, D) in q's dtype, zero at masked tokens; ``state`` after the call, in float32 (float64 if
         the state or an input is), whatever the inputs' dtype and autocast; ``surprise`` (B, T, H) in the state's
-        dtype or None: each token's inner loss at the weights of its chunk's start.
+        dtype or None: each token's inner loss at the weights of its chunk's start; ``kept``, per layer
+        (B, J, H, D_in, D_out), the weights behind the J chunks of ``segments``, in rows where no segment ends there
+        with no meaning, or None.
         Output and state are differentiable in every tensor given, including both states; surprise is not.
         "chunked" takes matrix products in float32; after ``torch.set_float32_matmul_precision("medium")``, which
         allows it, it rounds their operands to bfloat16. "triton" does so for bfloat16 inputs. Sums are float32.
@@ -95,7 +101,7 @@ def neural_memory(
     check_state("state", state, q.shape[0], q)
     if layout is None:
         layout = TokenLayout.build(count=state.count, chunk_size=chunk_size, shape=tuple(q.shape[:2]))
-    check_layout(layout, state, q, chunk_size, start_state)
+    check_layout(layout, state, q, chunk_size, start_state, segments)
     check_parameters(norm_weight, norm_bias, forget_to_weights, state, q)
 
     dtype = torch.float32
@@ -120,6 +126,7 @@ def neural_memory(
         gate_granularity == "chunk",
         scan,
         torch.bfloat16 if dtype == torch.float32 and _precision() == "medium" else None,
+        segments,
     )
     if scan not in PYTORCH_SCANS and q.dtype != dtype:
         call = _with_vectors(call, q, k, v)
@@ -127,7 +134,7 @@ def neural_memory(
     with torch.autocast(q.device.type, enabled=False):
         result = recurrent_memory(call) if backend == "recurrent" else chunked_memory(call)
     surprise = None if result.surprise is None else result.surprise.detach()
-    return MemoryResult(result.output.to(q.dtype), cast(result.state), surprise)
+    return MemoryResult(result.output.to(q.dtype), cast(result.state), surprise, result.kept)
 
 
 def _pick_scan(backend: str, sizes: tuple, q: torch.Tensor) -> Callable:

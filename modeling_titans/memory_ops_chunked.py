@@ -11,8 +11,10 @@ import torch.nn.functional as F
 from .chunk_decode import NewTokens, OpenRead, empty_chunk, in_place_of, known_chunk, read_open_chunk
 from .chunk_scan import PYTORCH_SCANS
 from .inner_network import InnerNetwork
+from .kept_plan import SegmentEnds
 from .memory_state import MemoryState, PendingTokens
 from .scan_inputs import ScanInputs, ScanOptions, ScanResult
+from .segmented_scan import scan_segments
 from .short_calls import FEW
 from .state_pair import Products
 from .token_layout import TokenLayout
@@ -39,14 +41,17 @@ class MemoryCall(NamedTuple):
     chunk_gates: bool
     scan: Callable[[ScanInputs, ScanOptions], ScanResult]
     products: torch.dtype | None
+    segments: SegmentEnds | None = None
 
 
 class MemoryResult(NamedTuple):
-    """Output (B, T, H, D), the state after the call, and the inner losses (B, T, H) or None."""
+    """Output (B, T, H, D), the state after the call, the inner losses (B, T, H) or None, and the weights at the ends
+    of segments, per layer (B, J, H, D_in, D_out), or None where none were asked for."""
 
     output: torch.Tensor
     state: MemoryState
     surprise: torch.Tensor | None
+    kept: tuple[torch.Tensor, ...] | None = None
 
 
 def chunked_memory(call: MemoryCall) -> MemoryResult:
@@ -60,13 +65,13 @@ def _alike_rows(call: MemoryCall) -> MemoryResult:
     tokens = [torch.cat(pair, 1) for pair in zip(state.pending, call.tokens, strict=True)]
     num_new, total = call.q.shape[1], tokens[0].shape[1]
     whole = total // b * b
-    reads = []
+    reads, kept = [], []
     if whole:
         # A lone chunk is read only where it is new; of several, the first one's pending tokens get idle queries.
         queries = call.q[:, : num_new - (total - whole)]
         if whole > b:
             queries = F.pad(queries, (0, 0, 0, 0, state.count, 0))
-        result = _scan(call, state, queries, [t[:, :whole] for t in tokens], whole // b, write=True)
+        result, kept = _scan(call, state, queries, [t[:, :whole] for t in tokens], whole // b, write=True)
         state = MemoryState(result.weights, result.momentum, state.pending, state.count)
         reads.append(_columns_of(result, call))
     rest, chunk = PendingTokens(*(t[:, whole:] for t in tokens)), None
@@ -76,11 +81,12 @@ def _alike_rows(call: MemoryCall) -> MemoryResult:
             output, surprise, chunk = _read_open(call, state, queries, rest)
             reads.append((output, surprise))
         else:
-            reads.append(_columns_of(_scan(call, state, queries, rest, 1, write=False), call))
+            reads.append(_columns_of(_scan(call, state, queries, rest, 1, write=False)[0], call))
     outputs, surprises = zip(*reads, strict=True)
     output = _joined(outputs)[:, -num_new:]
     surprise = _joined(surprises)[:, -num_new:] if call.output_surprise else None
-    return MemoryResult(output, MemoryState(state.weights, state.momentum, rest, total - whole, chunk), surprise)
+    state = MemoryState(state.weights, state.momentum, rest, total - whole, chunk)
+    return MemoryResult(output, state, surprise, stack_kept(kept, call))
 
 
 def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -132,7 +138,7 @@ def _read_one(call: MemoryCall) -> MemoryResult:
     )
     output = torch.where(real[:, None, None, None], read.output, 0)
     surprise = torch.where(real[:, None, None], read.surprise, 0) if call.output_surprise else None
-    return MemoryResult(output, state, surprise)
+    return MemoryResult(output, state, surprise, stack_kept([], call))
 
 
 def _network(call: MemoryCall) -> InnerNetwork:
@@ -155,15 +161,27 @@ def _slotted_rows(call: MemoryCall) -> MemoryResult:
     idle = call.q.new_zeros(call.q.shape[0], state.pending.k.shape[1], *call.q.shape[2:])
     queries = slots.to_slots(idle, call.q)
     num_chunks = queries.shape[1] // call.chunk_size
-    result = _scan(call, state, queries, tokens, num_chunks, write=num_chunks > 1 or not slots.stays_open)
+    result, kept = _scan(call, state, queries, tokens, num_chunks, write=num_chunks > 1 or not slots.stays_open)
     pending = PendingTokens(*(slots.open_chunk(t) for t in tokens))
     state = MemoryState(result.weights, result.momentum, pending, slots.count)
     output, surprise = (t if t is None else slots.to_columns(t) for t in _columns_of(result, call))
-    return MemoryResult(output, state, surprise)
+    return MemoryResult(output, state, surprise, stack_kept(kept, call))
+
+
+def stack_kept(kept: Sequence[Sequence[torch.Tensor]], call: MemoryCall) -> tuple[torch.Tensor, ...] | None:
+    """J times (B, H, D_in, D_out) per layer -> per layer (B, J, H, D_in, D_out)."""
+    if call.segments is None:
+        return None
+    if not kept:
+        return tuple(w.new_zeros(w.shape[0], 0, *w.shape[1:]) for w in call.state.weights)
+    return tuple(torch.stack(layer, 1) for layer in zip(*kept, strict=True))
 
 
 def _scan(call: MemoryCall, state: MemoryState, q, tokens, num_chunks: int, write: bool):
-    """Scans ``num_chunks`` chunks of tokens (B, num_chunks * b, H, ...); q may cover only the last of them."""
+    """Scans ``num_chunks`` chunks of tokens (B, num_chunks * b, H, ...); q may cover only the last of them.
+
+    Returns the result, and the weights (B, H, D_in, D_out) by layer at the end of each segment.
+    """
     slots, batch_size = call.layout.slots, call.q.shape[0]
     start = call.start_state
     full, restart, restart_at = None, None, frozenset()
@@ -190,12 +208,27 @@ def _scan(call: MemoryCall, state: MemoryState, q, tokens, num_chunks: int, writ
         start_momentum=_start(start and start.momentum, batch_size, restart),
     )
     facts = (len(state.weights), call.residual, call.norm_eps, write, restart_at, call.output_surprise)
-    result = call.scan(inputs, ScanOptions(*facts, call.products))
-    shape = (batch_size, -1)
-    return result._replace(
-        weights=tuple(w.unflatten(0, shape) for w in result.weights),
-        momentum=tuple(s.unflatten(0, shape) for s in result.momentum),
-    )
+    result, kept = _run(call, inputs, ScanOptions(*facts, call.products))
+
+    def by_row(layers) -> tuple[torch.Tensor, ...]:
+        return tuple(w.unflatten(0, (batch_size, -1)) for w in layers)
+
+    result = result._replace(weights=by_row(result.weights), momentum=by_row(result.momentum))
+    return result, [by_row(layers) for layers in kept]
+
+
+def _run(call: MemoryCall, inputs: ScanInputs, options: ScanOptions) -> tuple[ScanResult, list]:
+    segments = call.segments
+    if segments is None or not segments.chunks or not options.write:
+        return call.scan(inputs, options), []
+    start = None
+    if segments.restarts:
+        batch_size, start_state = call.q.shape[0], call.start_state
+        start = tuple(_rows_of(group, batch_size) for group in (start_state.weights, start_state.momentum))
+    rows = segments.rows
+    if rows is not None:
+        segments = SegmentEnds(segments.chunks, rows.repeat_interleave(call.q.shape[2], 0), segments.restarts)
+    return scan_segments(call.scan, inputs, options, segments, start)
 
 
 def _to_chunks(t: torch.Tensor, num_chunks: int) -> torch.Tensor:
@@ -231,4 +264,8 @@ def _by_row(t: torch.Tensor | None, batch_size: int, unsqueeze: int | None = Non
 
 def _start(group, batch_size: int, restart: torch.Tensor | None):
     """(1, H, ...) -> (B * H, ...) for each layer; None where no row restarts."""
-    return None if restart is None else tuple(t.expand(batch_size, *t.shape[1:]).flatten(0, 1) for t in group)
+    return None if restart is None else _rows_of(group, batch_size)
+
+
+def _rows_of(group, batch_size: int) -> tuple[torch.Tensor, ...]:
+    return tuple(t.expand(batch_size, *t.shape[1:]).flatten(0, 1) for t in group)

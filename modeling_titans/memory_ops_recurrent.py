@@ -7,7 +7,7 @@ import math
 import torch
 
 from .inner_network import gelu
-from .memory_ops_chunked import MemoryCall, MemoryResult
+from .memory_ops_chunked import MemoryCall, MemoryResult, stack_kept
 from .memory_state import MemoryState, PendingTokens
 
 
@@ -107,6 +107,19 @@ class _Walk:
     def read(self, q: torch.Tensor) -> torch.Tensor:
         return self.network.output(self.weights, q.unsqueeze(2))[-1].squeeze(2)
 
+    def end_segments(self, chunk: torch.Tensor, kept: list) -> None:
+        """Hands out the weights where the chunk (B,) that a row has just filled is the last of a segment."""
+        segments = self.call.segments
+        for number, last in enumerate(segments.chunks):
+            ends = (self.position == self.call.chunk_size) & (chunk == last)
+            if segments.rows is not None:
+                ends = ends & segments.rows[:, number]
+            kept[number] = _where(ends, self.weights, kept[number])
+            if segments.restarts:
+                start = self.call.start_state
+                self.weights = _where(ends, start.weights, self.weights)
+                self.momentum = _where(ends, start.momentum, self.momentum)
+
     def close_full_chunks(self) -> None:
         closed = self.position == self.call.chunk_size
         self.anchor = _where(closed, self.weights, self.anchor)
@@ -123,6 +136,8 @@ def recurrent_memory(call: MemoryCall) -> MemoryResult:
     everyone = torch.ones_like(counts, dtype=torch.bool)
     open_chunk = [list(row) for row in _open_rows(pending, counts)]
     outputs, surprises = [], []
+    number = 0 if call.segments is None else len(call.segments.chunks)
+    kept = [[torch.zeros_like(w) for w in walk.weights] for _ in range(number)]
     for t in range(call.q.shape[1]):
         real = everyone if layout.mask is None else layout.mask[:, t]
         # What stands at a masked token, be it NaN, must not even be multiplied by zero.
@@ -138,11 +153,20 @@ def recurrent_memory(call: MemoryCall) -> MemoryResult:
                 open_chunk[row] = (open_chunk[row] + [[x[row] for x in token]])[-call.chunk_size :]
         closing = (walk.position == call.chunk_size).tolist()
         open_chunk = [[] if closed else row for row, closed in zip(open_chunk, closing, strict=True)]
+        if number:
+            walk.end_segments(_chunk_of(call, t), kept)
         walk.close_full_chunks()
     pending, count = _stack_open_chunks(open_chunk, call)
     state = MemoryState(tuple(walk.anchor), tuple(walk.anchor_momentum), pending, count)
     surprise = torch.stack(surprises, 1) if call.output_surprise else None
-    return MemoryResult(torch.stack(outputs, 1), state, surprise)
+    return MemoryResult(torch.stack(outputs, 1), state, surprise, stack_kept(kept, call))
+
+
+def _chunk_of(call: MemoryCall, t: int) -> torch.Tensor:
+    """(B,) the chunk of column t, counted from the call's first one."""
+    slots = call.layout.slots
+    slot = torch.as_tensor(call.state.count + t) if slots is None else slots.slot[:, t]
+    return slot // call.chunk_size
 
 
 def _where(rows: torch.Tensor, chosen, other) -> list[torch.Tensor]:
