@@ -104,8 +104,18 @@ class _Walk:
         self.chunk_gates = [torch.where(first, new, old) for new, old in zip(gates, self.chunk_gates, strict=True)]
         return self.chunk_gates
 
-    def read(self, q: torch.Tensor) -> torch.Tensor:
-        return self.network.output(self.weights, q.unsqueeze(2))[-1].squeeze(2)
+    def read(self, q: torch.Tensor, mix: torch.Tensor | None) -> torch.Tensor:
+        """M(q) of q (B, H, D), with the shares ``mix`` (B, H, 1 + K) of the running and the kept weights, or None."""
+        weights = self.weights if mix is None else self._mixed(mix)
+        return self.network.output(weights, q.unsqueeze(2))[-1].squeeze(2)
+
+    def _mixed(self, mix: torch.Tensor) -> list[torch.Tensor]:
+        """gamma_0 W_t + sum_i gamma_i W^(i) by layer (Memory Caching, eq. 14)."""
+        mixed = []
+        for running, kept in zip(self.weights, self.call.kept, strict=True):
+            every = torch.cat([running.unsqueeze(1), kept], 1)
+            mixed.append((mix.transpose(1, 2)[..., None, None] * every).sum(1))
+        return mixed
 
     def close_full_chunks(self) -> None:
         closed = self.position == self.call.chunk_size
@@ -126,13 +136,16 @@ def recurrent_memory(call: MemoryCall) -> MemoryResult:
     for t in range(call.q.shape[1]):
         real = everyone if layout.mask is None else layout.mask[:, t]
         # What stands at a masked token, be it NaN, must not even be multiplied by zero.
-        q, *token = (torch.where(real.view(-1, *(1,) * (x.dim() - 2)), x[:, t], 0) for x in (call.q, *call.tokens))
+        q, mix, *token = (
+            x if x is None else torch.where(real.view(-1, *(1,) * (x.dim() - 2)), x[:, t], 0)
+            for x in (call.q, call.mix, *call.tokens)
+        )
         if layout.document_starts is not None:
             starts = layout.document_starts[:, t] & real
             walk.restart(starts)
             open_chunk = [[] if new else row for row, new in zip(open_chunk, starts.tolist(), strict=True)]
         surprises.append(torch.where(real[:, None], walk.write(*token, real), 0))
-        outputs.append(torch.where(real[:, None, None], walk.read(q), 0))
+        outputs.append(torch.where(real[:, None, None], walk.read(q, mix), 0))
         for row, is_real in enumerate(real.tolist()):
             if is_real:
                 open_chunk[row] = (open_chunk[row] + [[x[row] for x in token]])[-call.chunk_size :]
