@@ -312,8 +312,8 @@ class TitansConfig(PreTrainedConfig):
                 raise ValueError(f"cache_max_segments must be >= 1 or None, got {self.cache_max_segments}")
             if self.cache_segmentation != "constant":
                 raise ValueError(
-                    f"cache_max_segments must be None with cache_segmentation={self.cache_segmentation!r}, which keeps "
-                    f"few memories as it is, got {self.cache_max_segments}"
+                    f"cache_max_segments must be None with cache_segmentation={self.cache_segmentation!r}, "
+                    f"which keeps few memories as it is, got {self.cache_max_segments}"
                 )
         if self.cache_segment_length % max(self.memory_chunk_size, 1):
             if self.memory_caching is not None:

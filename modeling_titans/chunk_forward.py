@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 import torch
 
-from .chunk_coefficients import EndCoefficients, chunk_coefficients
+from .chunk_coefficients import EndCoefficients, ReadCoefficients, chunk_coefficients
 from .inner_network import Factors, Hidden, InnerNetwork, Normalized, gelu_alone, inner_gradient, output_of
+from .memory_soup import Soup, own_part
 from .scan_inputs import ScanInputs, ScanOptions
 from .state_pair import Products, StatePair
 
@@ -202,28 +203,33 @@ class ReadTerms(NamedTuple):
 
     Attributes:
         q: (n * G, b_q, D).
-        coefficients: c and d, (n * G, b_q, 2).
+        coefficients: c and d, (n * G, b_q, 2); these and A have the running memory's share of a mixture in them.
         minus_A: (n * G, b_q, b).
         forget_to: per layer (n * G, D_in, D_out), or None.
+        soup: what else a mixture is made of, or None.
     """
 
     q: torch.Tensor
     coefficients: torch.Tensor
     minus_A: torch.Tensor
     forget_to: list[torch.Tensor] | None
+    soup: Soup | None
 
     @classmethod
-    def of(cls, scan: Scan, inputs: ScanInputs, coefficients) -> "ReadTerms":
+    def of(cls, scan: Scan, inputs: ScanInputs, coefficients: ReadCoefficients) -> "ReadTerms":
+        soup = None
+        if inputs.mix is not None:
+            soup, coefficients = Soup.of(inputs, scan.products), own_part(coefficients, inputs.mix[..., 0])
         both = torch.stack([coefficients.c, coefficients.d], -1)
         start = inputs.forget_to
         if start is not None:
             start = [scan.products.operand(w).repeat(inputs.k.shape[0], 1, 1) for w in start]
-        return cls(inputs.q.flatten(0, 1), both.flatten(0, 1), coefficients.A.flatten(0, 1).neg(), start)
+        return cls(inputs.q.flatten(0, 1), both.flatten(0, 1), coefficients.A.flatten(0, 1).neg(), start, soup)
 
     @property
     def forgotten(self) -> torch.Tensor:
         """(n * G, b_q, 1)."""
-        return 1 - self.coefficients[..., :1]
+        return (1 if self.soup is None else self.soup.own) - self.coefficients[..., :1]
 
 
 class Read(NamedTuple):
@@ -247,6 +253,8 @@ def read(scan: Scan, network: InnerNetwork, terms: ReadTerms, state, a, g, activ
         products.add_(z, terms.minus_A * scores[-1], g[layer])
         if terms.forget_to is not None:
             products.add_(z, terms.forgotten * x[-1], terms.forget_to[layer])
+        if terms.soup is not None:
+            terms.soup.add_to_(products, layer, x[-1], z)
         kept.append(kept_by_pair)
         if layer + 1 < len(scan.pairs):
             hidden.append(activate(z))

@@ -58,7 +58,7 @@ class CachingOptions:
         return replace(layout, kept=plan_kept(self.kept, counts, layout, shape, device))
 
     def share(self, found: Relevance | None, allowed: torch.Tensor, runs: torch.Tensor, q: torch.Tensor) -> Shares:
-        """What of each memory tokens with queries q (B, T, H, D) read; ``allowed`` and ``runs``: see `equal_shares`."""
+        """What tokens with queries q (B, T, H, D) read of each memory; ``allowed``, ``runs``: see `equal_shares`."""
         if found is None:
             return equal_shares(self.kind, allowed, runs, q)
         top_k = self.top_k if self.kind == "ssc" else None
@@ -90,11 +90,15 @@ def read_with_caching(
     """
     found = None if u is None else relevance(u, kept, plan)
     shares = options.share(found, plan.allowed, torch.ones_like(plan.length, dtype=torch.bool), q)
+    blocks, is_block, runners = _run_blocks(write, state, kept, plan)
     mix = {}
     if options.kind == "soup":
-        mix = {"kept_weights": kept.weights, "mix": torch.cat([shares.running.unsqueeze(-1), shares.kept], -1)}
+        mix = _mixture(shares, kept.weights, blocks, is_block, plan)
     result = write(state, plan.ends, **mix)
-    new, runners = _new_memories(write, result, state, kept, plan)
+    new = _choose(result.kept, plan.chosen)
+    if blocks is not None:
+        at = is_block[:, :, None, None, None]
+        new = tuple(torch.where(at, block, w) for block, w in zip(blocks, new, strict=True))
     if options.kind != "soup":
         weights = kept.weights
         if plan.last.shape[1]:
@@ -104,19 +108,43 @@ def read_with_caching(
     return result, advance(kept, plan, new, found)._replace(runners=runners)
 
 
-def _new_memories(write, result: MemoryResult, state: MemoryState, kept: KeptMemories, plan: KeptPlan):
-    """The weights (B, E, H, D_in, D_out) by layer at the segments' ends, and the runners behind the call."""
-    new, runners = _choose(result.kept, plan.chosen), []
+def _run_blocks(write, state: MemoryState, kept: KeptMemories, plan: KeptPlan):
+    """The memories of blocks of several segments, each begun at its block's start.
+
+    Returns their weights (B, E, H, D_in, D_out) by layer where a call's segment ends such a block, which ones do so,
+    (B or 1, E), and the runners behind the call; None, None and () without runners.
+    """
+    blocks = is_block = None
+    runners = []
     for number, level in enumerate(plan.levels):
         # Those that have not begun anew yet in their document are one and the same.
         begin = kept.runners or ((state.weights, state.momentum),)
         weights, momentum = begin[min(number, len(begin) - 1)]
         runner = write(state._replace(weights=weights, momentum=momentum, chunk=None), level.ends)
         runners.append((runner.state.weights, runner.state.momentum))
-        is_kept = level.is_kept[:, :, None, None, None]
-        chosen = _choose(runner.kept, level.chosen)
-        new = tuple(torch.where(is_kept, w, w_new) for w, w_new in zip(chosen, new, strict=True))
-    return new, tuple(runners)
+        chosen, at = _choose(runner.kept, level.chosen), level.is_kept[:, :, None, None, None]
+        if blocks is None:
+            blocks, is_block = tuple(torch.where(at, w, 0) for w in chosen), level.is_kept
+        else:
+            blocks = tuple(torch.where(at, w, block) for w, block in zip(chosen, blocks, strict=True))
+            is_block = is_block | level.is_kept
+    return blocks, is_block, tuple(runners)
+
+
+def _mixture(shares: Shares, weights, blocks, is_block: torch.Tensor | None, plan: KeptPlan) -> dict:
+    """The op's arguments for shares (B, T, H, K + E) of kept ``weights`` and of a call's own: of blocks, which are
+    known beforehand, and of segments, as the op's ends."""
+    places = weights[0].shape[1]
+    old, new = shares.kept[..., :places], shares.kept[..., places:]
+    parts, weights = [shares.running.unsqueeze(-1), old], [w.to(new.device) for w in weights]
+    if blocks is not None:
+        parts.append(torch.where(is_block[:, None, None], new, 0))
+        new = torch.where(is_block[:, None, None], 0, new)
+        weights = [torch.cat(pair, 1) for pair in zip(weights, blocks, strict=True)]
+    if plan.chosen is not None:
+        by_end = new.new_zeros(*new.shape[:3], len(plan.ends.chunks) + 1)
+        new = by_end.scatter_add(3, plan.chosen[:, None, None].expand_as(new), new)[..., :-1]
+    return {"kept_weights": tuple(weights), "mix": torch.cat([*parts, new], -1)}
 
 
 def _choose(kept: Sequence[torch.Tensor], chosen: torch.Tensor | None) -> tuple[torch.Tensor, ...]:

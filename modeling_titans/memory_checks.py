@@ -126,6 +126,24 @@ def check_parameters(norm_weight, norm_bias, forget_to_weights, state: MemorySta
             _check_tensor(f"forget_to_weights[{layer}]", w, "(H, D_in, D_out)", shapes[layer])
 
 
+def check_soup(kept_weights, mix, num_ends: int, state: MemoryState, q: torch.Tensor) -> None:
+    """Checks shares of the running weights, of ``kept_weights`` and of those behind ``num_ends`` segments."""
+    if (kept_weights is None) != (mix is None):
+        raise ValueError("kept_weights and mix must both be given or both be None")
+    if mix is None:
+        return
+    if mix.dim() != 4 or mix.shape[3] < 1 + num_ends:
+        raise ValueError(f"mix must be (B, T, H, 1 + K + {num_ends}), got {tuple(mix.shape)}")
+    num_kept = mix.shape[3] - 1 - num_ends
+    _check_tensor("mix", mix, "(B, T, H, 1 + K + J)", (*q.shape[:3], mix.shape[3]))
+    depth = len(state.weights)
+    if len(kept_weights) != depth:
+        raise ValueError(f"kept_weights must have {depth} layers as state.weights have, got {len(kept_weights)}")
+    for layer, (w, running) in enumerate(zip(kept_weights, state.weights, strict=True)):
+        shape = (q.shape[0], num_kept, *running.shape[1:])
+        _check_tensor(f"kept_weights[{layer}]", w, "(B, K, H, D_in, D_out)", shape)
+
+
 def _check_tensor(name: str, tensor: torch.Tensor, letters: str, shape) -> None:
     if tuple(tensor.shape) != tuple(shape):
         raise ValueError(f"{name} must be {letters} = {tuple(shape)}, got {tuple(tensor.shape)}")

@@ -336,7 +336,7 @@ class TitansNeuralMemory(nn.Module):
             if self.config.connector == "projection":
                 if self.u_proj is None:
                     raise ValueError(
-                        f"memory_caching={self.config.memory_caching!r} with connector='projection' needs u_proj, which "
+                        f"memory_caching={self.config.memory_caching!r} with connector='projection' needs u_proj, and "
                         "this layer was built without: load the model with these fields, or use connector='query'"
                     )
                 u = self.u_proj(hidden_states).unflatten(-1, q.shape[2:])

@@ -10,7 +10,7 @@ import torch
 
 from .chunk_scan import PYTORCH_SCANS, chunk_scan, compiled_chunk_scan
 from .kept_plan import SegmentEnds
-from .memory_checks import check_layout, check_options, check_parameters, check_state, check_tokens
+from .memory_checks import check_layout, check_options, check_parameters, check_soup, check_state, check_tokens
 from .memory_ops_chunked import MemoryCall, MemoryResult, chunked_memory
 from .memory_ops_recurrent import recurrent_memory
 from .memory_state import MemoryState, PendingTokens, map_tensors
@@ -41,6 +41,8 @@ def neural_memory(
     gate_granularity: str = "token",
     layout: TokenLayout | None = None,
     start_state: MemoryState | None = None,
+    kept_weights: Sequence[torch.Tensor] | None = None,
+    mix: torch.Tensor | None = None,
     output_surprise: bool = False,
     backend: str = "auto",
     segments: SegmentEnds | None = None,
@@ -70,12 +72,18 @@ def neural_memory(
         layout: which tokens are real and where documents begin, built for this state's ``count`` and ``chunk_size``.
             None: every token is real and rows go on where the state stands.
         start_state: the state, of one row, in which a document begins; needed if the layout has document starts.
+        kept_weights: (B, K, H, D_in, D_out) per layer: weights of earlier memories, K of them, which are read together
+            with the running ones and never written. None: the running weights alone are read.
+        mix: (B, T, H, 1 + K) each token's share of the running weights, and of each of ``kept_weights``; any numbers.
+            The token is read with gamma_0 W_t + sum_i gamma_i W^(i) for W_t (Memory Caching, eq. 14-15). Needed
+            with ``kept_weights``.
         output_surprise: whether to return the inner losses too.
-        backend: "triton" (fused kernels; depth 1 and 2, see `triton_scan` for the sizes), "chunked" (the same form in
-            PyTorch), "compiled" (the same, whole chunks through torch.compile), "recurrent" (token by token), or
-            "auto": "triton" on a GPU where it takes the sizes and is installed, else "chunked".
+        backend: "triton" (fused kernels; depth 1 and 2, no ``mix``, see `triton_scan` for the sizes), "chunked" (the
+            same form in PyTorch), "compiled" (the same, whole chunks through torch.compile), "recurrent" (token by
+            token), or "auto": "triton" on a GPU where it takes the call and is installed, else "chunked".
         segments: the chunks behind which a segment ends (Memory Caching, section 3), and whether the next one begins
-            at ``start_state``; None: there are no segments.
+            at ``start_state``; None: there are no segments. ``mix`` then has J more columns, the shares of the weights
+            behind these J chunks, zero for the tokens before.
 
     Returns:
         ``output`` (B, T, H, D) in q's dtype, zero at masked tokens; ``state`` after the call, in float32 (float64 if
@@ -103,11 +111,13 @@ def neural_memory(
         layout = TokenLayout.build(count=state.count, chunk_size=chunk_size, shape=tuple(q.shape[:2]))
     check_layout(layout, state, q, chunk_size, start_state, segments)
     check_parameters(norm_weight, norm_bias, forget_to_weights, state, q)
+    check_soup(kept_weights, mix, 0 if segments is None else len(segments.chunks), state, q)
 
     dtype = torch.float32
     for tensor in (q, theta, alpha, eta, *state.weights):
         dtype = torch.promote_types(dtype, tensor.dtype)
-    scan = _pick_scan(backend, (len(state.weights), q.shape[3], state.weights[-1].shape[2], chunk_size, dtype), q)
+    sizes = (len(state.weights), q.shape[3], state.weights[-1].shape[2], chunk_size, dtype)
+    scan = _pick_scan(backend, sizes, q, mix)
 
     def cast(tree):
         return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, tree)
@@ -126,6 +136,8 @@ def neural_memory(
         gate_granularity == "chunk",
         scan,
         torch.bfloat16 if dtype == torch.float32 and _precision() == "medium" else None,
+        None if kept_weights is None else cast(tuple(kept_weights)),
+        cast(mix),
         segments,
     )
     if scan not in PYTORCH_SCANS and q.dtype != dtype:
@@ -137,13 +149,13 @@ def neural_memory(
     return MemoryResult(result.output.to(q.dtype), cast(result.state), surprise, result.kept)
 
 
-def _pick_scan(backend: str, sizes: tuple, q: torch.Tensor) -> Callable:
+def _pick_scan(backend: str, sizes: tuple, q: torch.Tensor, mix: torch.Tensor | None) -> Callable:
     """The scan that ``backend`` names or, for "auto", the fastest one that takes these sizes here."""
     if backend == "triton" or (backend == "auto" and q.is_cuda and _has_triton()):
         from .memory_ops_triton import reason_against
         from .triton_decode import scan_or_decode
 
-        reason = reason_against(*sizes, q)
+        reason = reason_against(*sizes, q, mix)
         if reason is None:
             return scan_or_decode
         if backend == "triton":

@@ -41,6 +41,8 @@ class MemoryCall(NamedTuple):
     chunk_gates: bool
     scan: Callable[[ScanInputs, ScanOptions], ScanResult]
     products: torch.dtype | None
+    kept: tuple[torch.Tensor, ...] | None = None
+    mix: torch.Tensor | None = None
     segments: SegmentEnds | None = None
 
 
@@ -68,17 +70,20 @@ def _alike_rows(call: MemoryCall) -> MemoryResult:
     reads, kept = [], []
     if whole:
         # A lone chunk is read only where it is new; of several, the first one's pending tokens get idle queries.
-        queries = call.q[:, : num_new - (total - whole)]
+        queries = [t[:, : num_new - (total - whole)] for t in _queries(call)]
         if whole > b:
-            queries = F.pad(queries, (0, 0, 0, 0, state.count, 0))
+            queries = [F.pad(t, (0, 0, 0, 0, state.count, 0)) for t in queries]
         result, kept = _scan(call, state, queries, [t[:, :whole] for t in tokens], whole // b, write=True)
         state = MemoryState(result.weights, result.momentum, state.pending, state.count)
         reads.append(_columns_of(result, call))
+    new = stack_kept(kept, call)
+    if call.kept is not None and kept:
+        call = call._replace(kept=tuple(torch.cat(pair, 1) for pair in zip(call.kept, new, strict=True)))
     rest, chunk = PendingTokens(*(t[:, whole:] for t in tokens)), None
     if whole < total:
-        queries = call.q[:, max(num_new - (total - whole), 0) :]
+        queries = [t[:, max(num_new - (total - whole), 0) :] for t in _queries(call)]
         if _keeps_chunk(call):
-            output, surprise, chunk = _read_open(call, state, queries, rest)
+            output, surprise, chunk = _read_open(call, state, *queries, rest)
             reads.append((output, surprise))
         else:
             reads.append(_columns_of(_scan(call, state, queries, rest, 1, write=False)[0], call))
@@ -86,19 +91,26 @@ def _alike_rows(call: MemoryCall) -> MemoryResult:
     output = _joined(outputs)[:, -num_new:]
     surprise = _joined(surprises)[:, -num_new:] if call.output_surprise else None
     state = MemoryState(state.weights, state.momentum, rest, total - whole, chunk)
-    return MemoryResult(output, state, surprise, stack_kept(kept, call))
+    return MemoryResult(output, state, surprise, new)
 
 
 def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
+def _queries(call: MemoryCall) -> list[torch.Tensor]:
+    """What a token is read with, (B, T, H, .) each: its query and, for a mixture of memories, its shares of them."""
+    return [call.q] if call.mix is None else [call.q, call.mix]
+
+
 def _keeps_chunk(call: MemoryCall) -> bool:
     """Whether the call is one of those by which text is decoded: `read_open_chunk` reads its open chunk.
 
-    It is not for autograd, and a kernel reads open chunks itself. What it keeps pays off where few tokens follow.
+    It is not for autograd nor for mixtures of memories, and a kernel reads open chunks itself. What it keeps pays off
+    where few tokens follow.
     """
-    return call.q.shape[1] <= FEW and not torch.is_grad_enabled() and call.scan in PYTORCH_SCANS
+    decodes = call.q.shape[1] <= FEW and not torch.is_grad_enabled() and call.mix is None
+    return decodes and call.scan in PYTORCH_SCANS
 
 
 def _read_open(call: MemoryCall, state: MemoryState, q, tokens: PendingTokens) -> OpenRead:
@@ -158,9 +170,9 @@ def _slotted_rows(call: MemoryCall) -> MemoryResult:
     if slots.stays_open and call.q.shape[1] == 1 and isinstance(state.count, torch.Tensor) and _keeps_chunk(call):
         return _read_one(call)
     tokens = [slots.to_slots(*pair) for pair in zip(state.pending, call.tokens, strict=True)]
-    idle = call.q.new_zeros(call.q.shape[0], state.pending.k.shape[1], *call.q.shape[2:])
-    queries = slots.to_slots(idle, call.q)
-    num_chunks = queries.shape[1] // call.chunk_size
+    idle = call.q.shape[0], state.pending.k.shape[1]
+    queries = [slots.to_slots(t.new_zeros(*idle, *t.shape[2:]), t) for t in _queries(call)]
+    num_chunks = queries[0].shape[1] // call.chunk_size
     result, kept = _scan(call, state, queries, tokens, num_chunks, write=num_chunks > 1 or not slots.stays_open)
     pending = PendingTokens(*(slots.open_chunk(t) for t in tokens))
     state = MemoryState(result.weights, result.momentum, pending, slots.count)
@@ -177,8 +189,8 @@ def stack_kept(kept: Sequence[Sequence[torch.Tensor]], call: MemoryCall) -> tupl
     return tuple(torch.stack(layer, 1) for layer in zip(*kept, strict=True))
 
 
-def _scan(call: MemoryCall, state: MemoryState, q, tokens, num_chunks: int, write: bool):
-    """Scans ``num_chunks`` chunks of tokens (B, num_chunks * b, H, ...); q may cover only the last of them.
+def _scan(call: MemoryCall, state: MemoryState, queries, tokens, num_chunks: int, write: bool):
+    """Scans ``num_chunks`` chunks of tokens (B, num_chunks * b, H, ...); queries may cover only the last of them.
 
     Returns the result, and the weights (B, H, D_in, D_out) by layer at the end of each segment.
     """
@@ -189,11 +201,12 @@ def _scan(call: MemoryCall, state: MemoryState, q, tokens, num_chunks: int, writ
         full = _by_chunk(slots.full, call)
         if slots.restart is not None:
             restart, restart_at = _by_chunk(slots.restart, call), slots.restart_at
+    q, *mix = (_to_chunks(t, num_chunks) for t in queries)
     k, v, *gates = (_to_chunks(t, num_chunks) for t in tokens)
     if call.chunk_gates:
         gates = [t[..., :1].expand_as(t) for t in gates]
     inputs = ScanInputs(
-        _to_chunks(q, num_chunks),
+        q,
         k,
         v,
         *gates,
@@ -206,6 +219,8 @@ def _scan(call: MemoryCall, state: MemoryState, q, tokens, num_chunks: int, writ
         forget_to=_forget_to(call),
         start_weights=_start(start and start.weights, batch_size, restart),
         start_momentum=_start(start and start.momentum, batch_size, restart),
+        kept=_kept(call),
+        mix=mix[0] if mix else None,
     )
     facts = (len(state.weights), call.residual, call.norm_eps, write, restart_at, call.output_surprise)
     result, kept = _run(call, inputs, ScanOptions(*facts, call.products))
@@ -260,6 +275,11 @@ def _by_row(t: torch.Tensor | None, batch_size: int, unsqueeze: int | None = Non
         return None
     t = t.expand(batch_size, *t.shape).flatten(0, 1)
     return t if unsqueeze is None else t.unsqueeze(unsqueeze)
+
+
+def _kept(call: MemoryCall) -> tuple[torch.Tensor, ...] | None:
+    """(B, K, H, D_in, D_out) -> (B * H, K, D_in, D_out) per layer: a view where a head's weights lie together."""
+    return None if call.kept is None else tuple(w.transpose(1, 2).flatten(0, 1) for w in call.kept)
 
 
 def _start(group, batch_size: int, restart: torch.Tensor | None):

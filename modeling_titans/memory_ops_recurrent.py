@@ -69,6 +69,8 @@ class _Walk:
         self.anchor, self.anchor_momentum = self.weights, self.momentum
         self.position = torch.zeros(batch_size, dtype=torch.long, device=call.q.device)
         self.chunk_gates = [torch.zeros_like(gate[:, 0]) for gate in call.tokens[2:]]
+        number = 0 if call.segments is None else len(call.segments.chunks)
+        self.ended = [[torch.zeros_like(w) for w in self.weights] for _ in range(number)]
 
     def restart(self, rows: torch.Tensor) -> None:
         """Rows (B,) bool go back to the start state."""
@@ -104,17 +106,28 @@ class _Walk:
         self.chunk_gates = [torch.where(first, new, old) for new, old in zip(gates, self.chunk_gates, strict=True)]
         return self.chunk_gates
 
-    def read(self, q: torch.Tensor) -> torch.Tensor:
-        return self.network.output(self.weights, q.unsqueeze(2))[-1].squeeze(2)
+    def read(self, q: torch.Tensor, mix: torch.Tensor | None) -> torch.Tensor:
+        """M(q) of q (B, H, D), with the shares ``mix`` (B, H, 1 + K) of the running and the kept weights, or None."""
+        weights = self.weights if mix is None else self._mixed(mix)
+        return self.network.output(weights, q.unsqueeze(2))[-1].squeeze(2)
 
-    def end_segments(self, chunk: torch.Tensor, kept: list) -> None:
+    def _mixed(self, mix: torch.Tensor) -> list[torch.Tensor]:
+        """gamma_0 W_t + sum_i gamma_i W^(i) by layer (Memory Caching, eq. 14)."""
+        mixed = []
+        for layer, (running, kept) in enumerate(zip(self.weights, self.call.kept, strict=True)):
+            ended = [weights[layer].unsqueeze(1) for weights in self.ended]
+            every = torch.cat([running.unsqueeze(1), kept, *ended], 1)
+            mixed.append((mix.transpose(1, 2)[..., None, None] * every).sum(1))
+        return mixed
+
+    def end_segments(self, chunk: torch.Tensor) -> None:
         """Hands out the weights where the chunk (B,) that a row has just filled is the last of a segment."""
         segments = self.call.segments
         for number, last in enumerate(segments.chunks):
             ends = (self.position == self.call.chunk_size) & (chunk == last)
             if segments.rows is not None:
                 ends = ends & segments.rows[:, number]
-            kept[number] = _where(ends, self.weights, kept[number])
+            self.ended[number] = _where(ends, self.weights, self.ended[number])
             if segments.restarts:
                 start = self.call.start_state
                 self.weights = _where(ends, start.weights, self.weights)
@@ -136,30 +149,31 @@ def recurrent_memory(call: MemoryCall) -> MemoryResult:
     everyone = torch.ones_like(counts, dtype=torch.bool)
     open_chunk = [list(row) for row in _open_rows(pending, counts)]
     outputs, surprises = [], []
-    number = 0 if call.segments is None else len(call.segments.chunks)
-    kept = [[torch.zeros_like(w) for w in walk.weights] for _ in range(number)]
     for t in range(call.q.shape[1]):
         real = everyone if layout.mask is None else layout.mask[:, t]
         # What stands at a masked token, be it NaN, must not even be multiplied by zero.
-        q, *token = (torch.where(real.view(-1, *(1,) * (x.dim() - 2)), x[:, t], 0) for x in (call.q, *call.tokens))
+        q, mix, *token = (
+            x if x is None else torch.where(real.view(-1, *(1,) * (x.dim() - 2)), x[:, t], 0)
+            for x in (call.q, call.mix, *call.tokens)
+        )
         if layout.document_starts is not None:
             starts = layout.document_starts[:, t] & real
             walk.restart(starts)
             open_chunk = [[] if new else row for row, new in zip(open_chunk, starts.tolist(), strict=True)]
         surprises.append(torch.where(real[:, None], walk.write(*token, real), 0))
-        outputs.append(torch.where(real[:, None, None], walk.read(q), 0))
+        outputs.append(torch.where(real[:, None, None], walk.read(q, mix), 0))
         for row, is_real in enumerate(real.tolist()):
             if is_real:
                 open_chunk[row] = (open_chunk[row] + [[x[row] for x in token]])[-call.chunk_size :]
         closing = (walk.position == call.chunk_size).tolist()
         open_chunk = [[] if closed else row for row, closed in zip(open_chunk, closing, strict=True)]
-        if number:
-            walk.end_segments(_chunk_of(call, t), kept)
+        if call.segments is not None:
+            walk.end_segments(_chunk_of(call, t))
         walk.close_full_chunks()
     pending, count = _stack_open_chunks(open_chunk, call)
     state = MemoryState(tuple(walk.anchor), tuple(walk.anchor_momentum), pending, count)
     surprise = torch.stack(surprises, 1) if call.output_surprise else None
-    return MemoryResult(torch.stack(outputs, 1), state, surprise, stack_kept(kept, call))
+    return MemoryResult(torch.stack(outputs, 1), state, surprise, stack_kept(walk.ended, call))
 
 
 def _chunk_of(call: MemoryCall, t: int) -> torch.Tensor:

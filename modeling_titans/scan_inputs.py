@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tensors and options of a scan over chunks, and what comes of it: what every implementation of a scan takes.
 
-Shapes: N chunks, G rows times heads, b tokens in a chunk of which b_q are read, D head dimension.
+Shapes: N chunks, G rows times heads, b tokens in a chunk of which b_q are read, D head dimension, K kept weights.
 """
 
 from typing import NamedTuple
@@ -48,19 +48,21 @@ class ScanInputs(NamedTuple):
     forget_to: tuple[torch.Tensor, ...] | None
     start_weights: tuple[torch.Tensor, ...] | None
     start_momentum: tuple[torch.Tensor, ...] | None
+    kept: tuple[torch.Tensor, ...] | None = None
+    mix: torch.Tensor | None = None
 
     def flatten(self) -> list[torch.Tensor | None]:
         # A list first: older compilers cannot slice a named tuple.
         fields = list(self)
         flat = fields[:10]
-        for group in fields[10:]:
+        for group in fields[10:-1]:
             flat.extend(group if group is not None else [None] * len(self.weights))
-        return flat
+        return [*flat, self.mix]
 
     @classmethod
     def unflatten(cls, flat, depth: int) -> "ScanInputs":
-        groups = [tuple(flat[10 + i * depth : 10 + (i + 1) * depth]) for i in range(5)]
-        return cls(*flat[:10], *(None if group[0] is None else group for group in groups))
+        groups = [tuple(flat[10 + i * depth : 10 + (i + 1) * depth]) for i in range(6)]
+        return cls(*flat[:10], *(None if group[0] is None else group for group in groups), flat[10 + 6 * depth])
 
     def network(self, options: ScanOptions) -> InnerNetwork:
         """The memory network for the tokens of one chunk."""
@@ -70,13 +72,13 @@ class ScanInputs(NamedTuple):
     @staticmethod
     def num_tensors(depth: int) -> int:
         """The length of `flatten()`."""
-        return 10 + 5 * depth
+        return 11 + 6 * depth
 
     def slice_chunks(self, begin: int, end: int) -> "ScanInputs":
         """Chunks begin..end - 1."""
-        flat = self.flatten()
-        flat[:8] = [t if t is None else t[begin:end] for t in flat[:8]]
-        return ScanInputs.unflatten(flat, len(self.weights))
+        fields = list(self)
+        *first, mix = [t if t is None else t[begin:end] for t in (*fields[:8], self.mix)]
+        return ScanInputs(*first, *fields[8:-1], mix)
 
 
 class ScanResult(NamedTuple):

@@ -44,8 +44,8 @@ def scan_segments(
     num_chunks = inputs.k.shape[0]
     state: State = (inputs.weights, inputs.momentum)
     results, kept, begin = [], [], 0
-    for number, stop in _parts(ends, num_chunks):
-        span, span_options = take_span(inputs, options, slice(begin, stop))
+    for number, stop in _parts(ends, num_chunks, inputs.mix is None):
+        span, span_options = take_span(_mixing(inputs, kept), options, slice(begin, stop))
         if number > 1:
             result, states = _scan_side_by_side(scan, span, span_options, number, start)
         else:
@@ -62,16 +62,28 @@ def scan_segments(
     return SegmentedResult(ScanResult(output, *state, surprise), kept)
 
 
-def _parts(ends: SegmentEnds, num_chunks: int) -> list[tuple[int, int]]:
-    """(how many segments, chunk behind it) of each part of a scan: one, but those that all rows begin anew and
-    alike are one part."""
+def _parts(ends: SegmentEnds, num_chunks: int, is_free: bool) -> list[tuple[int, int]]:
+    """(how many segments, chunk behind it) of each part of a scan: one segment, but those that all rows begin anew and
+    alike are one part, if they are ``is_free`` of each other in reading too."""
     stops = [chunk + 1 for chunk in ends.chunks]
     parts = [(1, stop) for stop in stops]
-    if ends.restarts and ends.rows is None and len(stops) > 2:
+    if is_free and ends.restarts and ends.rows is None and len(stops) > 2:
         parts = [(1, stops[0]), (len(stops) - 1, stops[-1])]
     if not stops or stops[-1] < num_chunks:
         parts.append((1, num_chunks))
     return parts
+
+
+def _mixing(inputs: ScanInputs, kept: list[tuple[torch.Tensor, ...]]) -> ScanInputs:
+    """What is read where ``kept`` has been kept in this scan, on top of what was before."""
+    if inputs.mix is None:
+        return inputs
+    weights = inputs.kept
+    if kept:
+        weights = tuple(
+            torch.cat([w, torch.stack(new, 1)], 1) for w, new in zip(weights, zip(*kept, strict=True), strict=True)
+        )
+    return inputs._replace(kept=weights, mix=inputs.mix[..., : 1 + weights[0].shape[1]])
 
 
 def _restart(ends: SegmentEnds, number: int, start: State, state: State) -> State:

@@ -121,7 +121,8 @@ class _SelectedRead(torch.autograd.Function):
         ctx.save_for_backward(q, shares, norm_weight, norm_bias, *selection[:4], *weights)
         ctx.facts = network._replace(norm_weight=None, norm_bias=None), selection.size
         found = [answers(*block[:2], block[2]).output for block in _blocks(network, selection, q, weights)]
-        return (_answers_in_order(found, selection, shares) * shares.unsqueeze(-1)).sum(1)
+        ordered = _answers_in_order(found, selection, shares, torch.zeros_like(q[:1]))
+        return (ordered * shares.unsqueeze(-1)).sum(1)
 
     @staticmethod
     @once_differentiable
@@ -150,7 +151,7 @@ class _SelectedRead(torch.autograd.Function):
             if norm_weight is not None:
                 norm_bar[0].index_add_(0, selection.head[at], adjoint.norm_weight)
                 norm_bar[1].index_add_(0, selection.head[at], adjoint.norm_bias)
-        shares_bar = (_answers_in_order(found, selection, shares) * output_bar.unsqueeze(1)).sum(-1)
+        shares_bar = (_answers_in_order(found, selection, shares, none) * output_bar.unsqueeze(1)).sum(-1)
         return None, None, q_bar[:-1], shares_bar, *norm_bar, *weights_bar
 
 
@@ -175,7 +176,9 @@ def _taken(weights: torch.Tensor, memory: torch.Tensor, device) -> torch.Tensor:
     return weights[used.to(weights.device)].to(device)[back]
 
 
-def _answers_in_order(found: list[torch.Tensor], selection: Selection, shares: torch.Tensor) -> torch.Tensor:
-    """Blocks' answers (n, b, D) -> (A / k, k, D), zero for those of no memory."""
-    flat = torch.cat([*(y.flatten(0, 1) for y in found), shares.new_zeros(1, found[0].shape[-1])])
+def _answers_in_order(
+    found: list[torch.Tensor], selection: Selection, shares: torch.Tensor, none: torch.Tensor
+) -> torch.Tensor:
+    """Blocks' answers (n, b, D) -> (A / k, k, D), for those of no memory ``none`` (1, D)."""
+    flat = torch.cat([*(y.flatten(0, 1) for y in found), none])
     return flat[selection.place].unflatten(0, shares.shape)

@@ -144,10 +144,10 @@ def _template(tensors: dict, geometry: dict, batch_size: int) -> TitansLayerStat
     attention = segment = None
     if geometry["variant"] != "lmm":
         parts, is_mac = tensors["attention"], geometry["variant"] == "mac"
-        kept = parts["keys"].shape[2]
-        keys = _shape(batch_size, geometry["num_key_value_heads"], kept, geometry["head_dim"])
+        places = parts["keys"].shape[2]
+        keys = _shape(batch_size, geometry["num_key_value_heads"], places, geometry["head_dim"])
         retrieved = (keys, keys) if is_mac else (None, None)
-        attention = AttentionState(keys, keys, *retrieved, _shape(batch_size) if "count" in parts else kept)
+        attention = AttentionState(keys, keys, *retrieved, _shape(batch_size) if "count" in parts else places)
         if is_mac:
             segment_kept = None
             if caching is not None:

@@ -48,7 +48,7 @@ class Products(NamedTuple):
 
 
 def scaled(x: torch.Tensor, coefficients: torch.Tensor) -> torch.Tensor:
-    """[c x, d x]: (..., b, D), (..., b, 2) -> (..., b, 2 D)."""
+    """[c x, d x, ...]: (..., b, D), (..., b, n) -> (..., b, n D)."""
     return (x.unsqueeze(-2) * coefficients.unsqueeze(-1)).flatten(-2)
 
 

@@ -268,6 +268,8 @@ def _check(inputs: ScanInputs, options: ScanOptions, at: torch.Tensor) -> None:
             f"options.write is {options.write} and options.surprise {options.surprise}, expected False for both: "
             "decoding only reads"
         )
+    if inputs.mix is not None:
+        raise ValueError(f"mix is given, {tuple(inputs.mix.shape)}, expected None: no mixture of memories is decoded")
     if options.depth not in (1, 2):
         raise ValueError(f"options.depth is {options.depth}, expected 1 or 2")
     if inputs.q.shape[0] != 1 or inputs.q.shape[2] != 1:

@@ -291,7 +291,8 @@ def check_gradients(inputs, options, dtype=torch.float32):
 def _flat_names(inputs: ScanInputs) -> list[str | None]:
     """A name for each floating-point tensor of ``inputs.flatten()``, None for what is none."""
     depth = len(inputs.weights)
-    names = list(inputs._fields[:10]) + [f"{field}.{i}" for field in inputs._fields[10:] for i in range(depth)]
+    names = list(inputs._fields[:10]) + [f"{field}.{i}" for field in inputs._fields[10:-1] for i in range(depth)]
+    names.append(inputs._fields[-1])
     return [
         name if t is not None and t.is_floating_point() else None
         for name, t in zip(names, inputs.flatten(), strict=True)
