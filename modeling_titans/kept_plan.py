@@ -148,6 +148,11 @@ class KeptPlan(TensorTable):
     closed: int | torch.Tensor
     left: int | torch.Tensor
 
+    @property
+    def places(self) -> int:
+        """K."""
+        return self.end.shape[1] - self.last.shape[1]
+
 
 class KeptCounts(NamedTuple):
     """How far the rows are: segments complete, tokens of the running one (an int or (B,) each), places K."""

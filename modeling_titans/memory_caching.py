@@ -217,8 +217,8 @@ def _read_mixture(x: torch.Tensor, shares: Shares, weights, kept, network: Inner
     z = inputs = x
     for layer, (w, w_kept) in enumerate(zip(weights, kept, strict=True)):
         inputs = gelu(z) if layer else z
-        z = running * (inputs @ w)
+        z = running * network.products.matmul(inputs, w)
         if w_kept.shape[1]:
             mixed = (inputs.unsqueeze(-2) * parts.unsqueeze(-1)).flatten(-2)
-            z = z + mixed @ w_kept.to(x.device).transpose(1, 2).flatten(2, 3)
+            z = z + network.products.matmul(mixed, w_kept.to(x.device).transpose(1, 2).flatten(2, 3))
     return output_of(network, x, z)[0]

@@ -18,7 +18,7 @@ from .memory_ops import neural_memory
 from .memory_read import read_memory
 from .memory_state import MemoryState, NeuralMemoryState, SegmentState, number_of_rows
 from .short_calls import TitansConvolution
-from .state_pair import Products
+from .state_pair import Products, product_dtype
 from .token_layout import TokenLayout, convolution_inputs
 
 
@@ -232,7 +232,9 @@ class TitansNeuralMemory(nn.Module):
             layout = self._layout(hidden_states, attention_mask, 0) if layout is None else layout
             return self._read(hidden_states, state, layout)
         if layout is None:
-            layout = self._layout(hidden_states, attention_mask, 0 if state is None else state.memory.count, state)
+            layout = self._layout(hidden_states, attention_mask, 0 if state is None else state.memory.count)
+        if self.caching is not None:
+            layout = self._plan_kept(layout, hidden_states, state)
         restarts = layout.document_starts is not None or _begins_anew(layout)
         # A trace knows no grad_fn; to attach where it is not needed changes no number.
         is_foreign = state is not None and (torch.compiler.is_compiling() or state.memory.weights[0].grad_fn is None)
@@ -245,13 +247,19 @@ class TitansNeuralMemory(nn.Module):
         y, state, surprise = self._write_and_read(hidden_states, state, layout, start_state, output_surprise)
         return NeuralMemoryOutput(self._output(y, hidden_states), state, surprise)
 
-    def _layout(self, hidden_states, attention_mask, count: int | torch.Tensor, state=None) -> TokenLayout:
+    def _layout(self, hidden_states, attention_mask, count: int | torch.Tensor) -> TokenLayout:
         shape = tuple(hidden_states.shape[:2])
-        layout = TokenLayout.build(attention_mask, count=count, chunk_size=self.config.memory_chunk_size, shape=shape)
-        if self.caching is None:
-            return layout
+        return TokenLayout.build(attention_mask, count=count, chunk_size=self.config.memory_chunk_size, shape=shape)
+
+    def _plan_kept(self, layout: TokenLayout, hidden_states, state: NeuralMemoryState | None) -> TokenLayout:
         counts = KeptCounts(0, 0, 0) if state is None else state.kept.counts
-        return self.caching.plan(layout, counts, shape, hidden_states.device)
+        if layout.kept is None:
+            return self.caching.plan(layout, counts, tuple(hidden_states.shape[:2]), hidden_states.device)
+        if layout.kept.places != counts.places:
+            raise ValueError(
+                f"layout was planned for {layout.kept.places} kept memories in a row, state has {counts.places}"
+            )
+        return layout
 
     def _output(self, y: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         """M's answers (B, T, H, D) -> (B, T, hidden_size)."""
@@ -269,7 +277,7 @@ class TitansNeuralMemory(nn.Module):
             x, tail = x[..., :number], tail[..., :number]
         q = _unit(F.silu(x).unflatten(-1, (self.config.memory_num_heads, self.config.memory_head_dim)))
         if self.caching is not None:
-            network = self._network(state.segment_weights[0].dtype)
+            network = self._network(q, state.segment_weights[0].dtype)
             exact, u = self._exact(q, hidden_states, network, None)
             y = read_segment(self.caching, exact, u, state.segment_weights, state.kept, network).to(q.dtype)
             return NeuralMemoryOutput(self._output(y, hidden_states), state._replace(conv_tail=tail), None)
@@ -314,17 +322,17 @@ class TitansNeuralMemory(nn.Module):
         if layout.kept is None:
             result = write(state.memory)
         else:
-            network = self._network(state.memory.weights[0].dtype)
+            network = self._network(q, state.memory.weights[0].dtype)
             exact, u = self._exact(q, hidden_states, network, layout.mask)
             result, kept = read_with_caching(self.caching, write, exact, u, state.memory, kept, layout.kept, network)
         return result.output.to(q.dtype), NeuralMemoryState(result.state, tail, kept), result.surprise
 
-    def _network(self, dtype: torch.dtype) -> InnerNetwork:
-        """M of H heads, for reading kept memories."""
+    def _network(self, q: torch.Tensor, dtype: torch.dtype) -> InnerNetwork:
+        """M of H heads, for reading kept memories in ``dtype``."""
         norm = [
             None if t is None else t.to(dtype).unsqueeze(1) for t in (self.memory_norm_weight, self.memory_norm_bias)
         ]
-        return InnerNetwork(self.config.memory_residual, *norm, 1e-6, Products(None, dtype))
+        return InnerNetwork(self.config.memory_residual, *norm, 1e-6, Products(product_dtype(q, dtype), dtype))
 
     def _exact(self, q: torch.Tensor, hidden_states: torch.Tensor, network: InnerNetwork, mask):
         """Queries (B, T, H, D) and connectors u (Memory Caching, eq. 10) in the state's dtype, zero at masked tokens;
@@ -389,6 +397,11 @@ class TitansNeuralMemory(nn.Module):
             raise ValueError(f"state must be a NeuralMemoryState or SegmentState, got {type(state).__name__}")
         if state is not None and number_of_rows(state) != hidden_states.shape[0]:
             raise ValueError(f"state is of {number_of_rows(state)} rows, hidden_states of {hidden_states.shape[0]}")
+        if state is not None and (state.kept is None) != (self.caching is None):
+            raise ValueError(
+                f"state was made {'without' if state.kept is None else 'with'} memory caching, but this layer's "
+                f"memory_caching is {self.config.memory_caching!r}"
+            )
         if attention_mask is not None and layout is not None:
             raise ValueError("attention_mask and layout cannot both be given: the layout contains the mask")
         if attention_mask is not None and attention_mask.shape != hidden_states.shape[:2]:

@@ -14,6 +14,7 @@ from .memory_checks import check_layout, check_options, check_parameters, check_
 from .memory_ops_chunked import MemoryCall, MemoryResult, chunked_memory
 from .memory_ops_recurrent import recurrent_memory
 from .memory_state import MemoryState, PendingTokens, map_tensors
+from .state_pair import float32_matmul_precision
 from .token_layout import TokenLayout
 
 
@@ -135,7 +136,7 @@ def neural_memory(
         output_surprise,
         gate_granularity == "chunk",
         scan,
-        torch.bfloat16 if dtype == torch.float32 and _precision() == "medium" else None,
+        torch.bfloat16 if dtype == torch.float32 and float32_matmul_precision() == "medium" else None,
         None if kept_weights is None else cast(tuple(kept_weights)),
         cast(mix),
         segments,
@@ -161,12 +162,6 @@ def _pick_scan(backend: str, sizes: tuple, q: torch.Tensor, mix: torch.Tensor | 
         if backend == "triton":
             raise ValueError(f'{reason}; backend="chunked" takes it')
     return compiled_chunk_scan if backend == "compiled" else chunk_scan
-
-
-# Compilers cannot trace torch's getter; the answer is settled before a model runs.
-@torch.compiler.assume_constant_result
-def _precision() -> str:
-    return torch.get_float32_matmul_precision()
 
 
 @functools.cache

@@ -40,11 +40,35 @@ class Products(NamedTuple):
             return torch.bmm(x, y)
         return torch.bmm(self.operand(x), self.operand(y)).to(self.result)
 
+    def matmul(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """As `mm`, of any leading dimensions, for autograd."""
+        if self.dtype is None:
+            return x @ y
+        return (self.operand(x) @ self.operand(y)).to(self.result)
+
     def add_(self, z: torch.Tensor, x: torch.Tensor, y: torch.Tensor, alpha: float = 1.0) -> torch.Tensor:
         """z + alpha x y, in place of z."""
         if self.dtype is None:
             return z.baddbmm_(x, y, alpha=alpha)
         return z.add_(torch.bmm(self.operand(x), self.operand(y)), alpha=alpha)
+
+
+def product_dtype(x: torch.Tensor, result: torch.dtype) -> torch.dtype | None:
+    """What operands of products are rounded to where tokens x read weights without writing, for results in ``result``.
+
+    On an accelerator tokens in 16 bits, as its kernels round them; on a processor what the user has allowed.
+    """
+    if result != torch.float32:
+        return None
+    if x.device.type != "cpu" and x.dtype in (torch.bfloat16, torch.float16):
+        return x.dtype
+    return torch.bfloat16 if float32_matmul_precision() == "medium" else None
+
+
+# Compilers cannot trace torch's getter; the answer is settled before a model runs.
+@torch.compiler.assume_constant_result
+def float32_matmul_precision() -> str:
+    return torch.get_float32_matmul_precision()
 
 
 def scaled(x: torch.Tensor, coefficients: torch.Tensor) -> torch.Tensor:
