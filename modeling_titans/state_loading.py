@@ -123,11 +123,18 @@ def _fill(template, tensors, found: dict, name: str):
     if not isinstance(template, tuple):
         return template
     keys = getattr(template, "_fields", range(len(template)))
+    # A file holds no tensors of an empty tuple, which is what an open chunk of a single layer has for hidden inputs.
     leaves = [
-        part if part is None or isinstance(part, int) else _fill(part, tensors[str(key)], found, f"{name}.{key}")
+        part
+        if part is None or isinstance(part, int) or _is_empty(part)
+        else _fill(part, tensors[str(key)], found, f"{name}.{key}")
         for key, part in zip(keys, template, strict=True)
     ]
     return type(template)(*leaves) if hasattr(template, "_fields") else tuple(leaves)
+
+
+def _is_empty(part) -> bool:
+    return isinstance(part, tuple) and not part
 
 
 def _count_tensors(tensors) -> int:
