@@ -12,7 +12,7 @@ from .chunk_decode import NewTokens, OpenRead, empty_chunk, in_place_of, known_c
 from .chunk_scan import PYTORCH_SCANS
 from .inner_network import InnerNetwork
 from .memory_state import MemoryState, PendingTokens
-from .scan_inputs import ScanInputs, ScanOptions, ScanResult
+from .scan_inputs import Rule, ScanInputs, ScanOptions, ScanResult
 from .short_calls import FEW
 from .state_pair import Products
 from .token_layout import TokenLayout
@@ -39,6 +39,7 @@ class MemoryCall(NamedTuple):
     chunk_gates: bool
     scan: Callable[[ScanInputs, ScanOptions], ScanResult]
     products: torch.dtype | None
+    rule: Rule
 
 
 class MemoryResult(NamedTuple):
@@ -102,9 +103,9 @@ def _read_open(call: MemoryCall, state: MemoryState, q, tokens: PendingTokens) -
     if call.chunk_gates:
         gates = [t[:, :1].expand_as(t) for t in gates]
     v, *gates = (t[:, chunk.mixed.shape[2] - 1 :] for t in (v, *gates))
-    return read_open_chunk(
-        _network(call), state.weights, state.momentum, chunk, NewTokens(q, k, v, *gates), _forget_to(call)
-    )
+    memory, tokens = (_network(call), state.weights, state.momentum, chunk), NewTokens(q, k, v, *gates)
+    facts = {"sliding": call.rule.sliding, "surprise": call.output_surprise}
+    return read_open_chunk(*memory, tokens, _forget_to(call), **facts)
 
 
 def _read_one(call: MemoryCall) -> MemoryResult:
@@ -119,10 +120,13 @@ def _read_one(call: MemoryCall) -> MemoryResult:
     chunk = state.chunk
     if chunk is None:
         taken = places < state.count[:, None]
-        chunk = known_chunk(network, state.weights, NewTokens(call.q, pending.k, pending.v, *old), taken)
+        tokens = NewTokens(call.q, pending.k, pending.v, *old)
+        chunk = known_chunk(network, state.weights, tokens, taken, call.rule.sliding)
     keys = torch.cat([pending.k, call.tokens.k], 1)
     tokens = NewTokens(call.q, keys, call.tokens.v, *new)
-    read = read_open_chunk(network, state.weights, state.momentum, chunk, tokens, _forget_to(call), real)
+    memory = (network, state.weights, state.momentum, chunk)
+    facts = {"sliding": call.rule.sliding, "surprise": call.output_surprise}
+    read = read_open_chunk(*memory, tokens, _forget_to(call), real, **facts)
     at = (places == state.count[:, None]) & real[:, None]
     pending = [
         torch.where(at.view(*at.shape, *(1,) * (t.dim() - 2)), t, p) for t, p in zip(call.tokens, pending, strict=True)
@@ -137,7 +141,7 @@ def _read_one(call: MemoryCall) -> MemoryResult:
 
 def _network(call: MemoryCall) -> InnerNetwork:
     norm = [_by_row(t, call.q.shape[0], 1) for t in (call.norm_weight, call.norm_bias)]
-    return InnerNetwork(call.residual, *norm, call.norm_eps, Products(None, call.q.dtype))
+    return InnerNetwork(call.residual, *norm, call.norm_eps, Products(None, call.q.dtype), call.rule.dot)
 
 
 def _forget_to(call: MemoryCall) -> tuple[torch.Tensor, ...] | None:
@@ -190,7 +194,7 @@ def _scan(call: MemoryCall, state: MemoryState, q, tokens, num_chunks: int, writ
         start_momentum=_start(start and start.momentum, batch_size, restart),
     )
     facts = (len(state.weights), call.residual, call.norm_eps, write, restart_at, call.output_surprise)
-    result = call.scan(inputs, ScanOptions(*facts, call.products))
+    result = call.scan(inputs, ScanOptions(*facts, call.products, rule=call.rule))
     shape = (batch_size, -1)
     return result._replace(
         weights=tuple(w.unflatten(0, shape) for w in result.weights),
