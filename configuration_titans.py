@@ -20,10 +20,11 @@ AUTO_MAP = {
 # Each field of fixed words: (what it may say, what this version can build).
 BACKENDS = ("auto", "triton", "chunked", "compiled", "recurrent")
 CACHING = (None, "residual", "grm", "soup", "ssc", "average")
+RULES = ("titans", "dla", "linear_attention", "swla")
 CHOICES = {
     "variant": (("lmm", "mal", "mag", "mac"), ("lmm", "mal", "mag", "mac")),
     "memory_gating": (("silu", "sigmoid"), ("silu", "sigmoid")),
-    "memory_rule": (("titans", "dla", "linear_attention", "swla"), ("titans",)),
+    "memory_rule": (RULES, RULES),
     "memory_gate_granularity": (("token", "chunk"), ("token", "chunk")),
     "memory_forget_to": (("zero", "start"), ("zero", "start")),
     "memory_backend": (BACKENDS, BACKENDS),
@@ -86,7 +87,14 @@ class TitansConfig(PreTrainedConfig):
             Tokens whose inner gradients are taken at the same weights (Titans eq. 16). Smaller chunks follow the
             sequence more closely and cost more time and memory.
         memory_rule (`str`, *optional*, defaults to `"titans"`):
-            How the memory learns.
+            How the memory learns, and with which of the gates theta (step size), alpha (forgetting) and eta; fields of
+            gates that a rule has not are without effect. `"titans"`: by gradients of |M(k) - v|^2, with theta, alpha
+            and eta, the decay of past surprise. `"dla"` (Memory Caching eq. 30): by gradients of -<M(k), v>, with
+            theta; `memory_depth` >= 2. `"linear_attention"` (Titans eq. 4): a matrix adds up pairs, without gates.
+            `"swla"` (Memory Caching eq. 28): a matrix that adds the pairs of the last two tokens at each token, its
+            own with theta, the one before with eta, both up to `memory_max_lr` (without `memory_momentum` its own
+            alone), and forgets by alpha. The last two need `memory_depth=1`, `memory_residual=False` and
+            `memory_norm=False`, and start at zero weights.
         memory_momentum (`bool`, *optional*, defaults to `True`):
             Whether past surprise is carried on (Titans eq. 10). If not, eta = 0.
         memory_forgetting (`bool`, *optional*, defaults to `True`):
@@ -302,7 +310,7 @@ class TitansConfig(PreTrainedConfig):
             )
 
     def validate_memory(self):
-        """Part of `@strict`-powered validation: the ranges of the memory's gates."""
+        """Part of `@strict`-powered validation: the ranges of the memory's gates, and what its rule needs."""
         if not 0 < self.memory_max_lr < math.inf:
             raise ValueError(f"memory_max_lr must be > 0 and finite, got {self.memory_max_lr}")
         if not 0 < self.memory_max_forget < 1:
@@ -315,6 +323,18 @@ class TitansConfig(PreTrainedConfig):
                     f"cache_max_segments must be None with cache_segmentation={self.cache_segmentation!r}, "
                     f"which keeps few memories as it is, got {self.cache_max_segments}"
                 )
+        if self.memory_rule == "dla" and self.memory_depth < 2:
+            raise ValueError(
+                f"memory_rule='dla' needs memory_depth >= 2, got {self.memory_depth}; at depth 1 take "
+                "'linear_attention' or 'swla'"
+            )
+        if self.memory_rule in ("linear_attention", "swla"):
+            for name, needed in (("memory_depth", 1), ("memory_residual", False), ("memory_norm", False)):
+                if getattr(self, name) != needed:
+                    raise ValueError(
+                        f"memory_rule={self.memory_rule!r} needs {name}={needed}, got {getattr(self, name)}; set "
+                        "memory_depth=1, memory_residual=False, memory_norm=False"
+                    )
         if self.cache_segment_length % max(self.memory_chunk_size, 1):
             if self.memory_caching is not None:
                 raise ValueError(

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from .chunk_coefficients import EndCoefficients, ReadCoefficients, chunk_coefficients, chunk_coefficients_adjoint
+from .chunk_coefficients import EndCoefficients, ReadCoefficients, chunk_coefficients_adjoint
 from .chunk_forward import Ends, ReadTerms, Scan, as_asked, read, spans_of, take_span
 from .inner_network import (
     Factors,
@@ -124,7 +124,7 @@ class _Backward:
     def run(self, output_bar: torch.Tensor, state_bar: list[torch.Tensor]) -> SpanGradients:
         scan, inputs, num_chunks = self.scan, self.inputs, self.inputs.k.shape[0]
         gates = (inputs.theta, inputs.alpha, inputs.eta)
-        coefficients = chunk_coefficients(*gates, inputs.q.shape[-2], inputs.full)
+        coefficients = scan.coefficients()
         ends, network = Ends.of(coefficients.end), scan.network(num_chunks)
         state = [self.products.operand(x.flatten(0, 1)) for x in self.starts]
         weights = [pair.weights(x) for pair, x in zip(scan.pairs, state, strict=True)]
@@ -152,8 +152,8 @@ class _Backward:
 
     def _add_norm(self, weight: torch.Tensor | None, bias: torch.Tensor | None) -> None:
         """Adds gradients (n * G, 1, D)."""
-        if weight is not None:
-            for store, bar in zip(self.norm, (weight, bias), strict=True):
+        for store, bar in zip(self.norm, (weight, bias), strict=False):
+            if bar is not None:
                 store += bar.unflatten(0, (-1, store.shape[0])).sum(0)
 
     def _unread(self, network: InnerNetwork, terms: ReadTerms, state, factors: Factors, output_bar: torch.Tensor):

@@ -5,6 +5,7 @@
 import torch
 
 from .memory_state import MemoryState, PendingTokens
+from .scan_inputs import Rule
 from .token_layout import TokenLayout
 
 
@@ -54,6 +55,18 @@ def check_state(name: str, state: MemoryState, batch_size: int, q: torch.Tensor)
     if width != head_dim:
         raise ValueError(f"{name}.weights must lead back to the head dimension {head_dim}, got {width}")
     _check_pending(name, state, batch_size, q)
+
+
+def check_rule(name: str, rule: Rule, state: MemoryState, residual: bool, norm_weight) -> None:
+    """What the rule of this name asks of the memory network."""
+    if not rule.linear:
+        return
+    if len(state.weights) != 1:
+        raise ValueError(f"rule {name!r} needs a state of depth 1, a matrix, got depth {len(state.weights)}")
+    if residual:
+        raise ValueError(f"rule {name!r} needs residual=False, got {residual!r}")
+    if norm_weight is not None:
+        raise ValueError(f"rule {name!r} needs norm_weight=None, got a tensor {tuple(norm_weight.shape)}")
 
 
 def _check_pending(name: str, state: MemoryState, batch_size: int, q: torch.Tensor) -> None:

@@ -17,6 +17,7 @@ from .memory_caching import CachingOptions, read_segment, read_with_caching
 from .memory_ops import neural_memory
 from .memory_read import read_memory
 from .memory_state import MemoryState, NeuralMemoryState, SegmentState, number_of_rows
+from .scan_inputs import RULES
 from .short_calls import TitansConvolution
 from .state_pair import Products, product_dtype
 from .token_layout import TokenLayout, convolution_inputs
@@ -30,6 +31,13 @@ ALPHA_START, ETA_START = -7.0, 0.0
 def theta_start(depth: int) -> float:
     """The step size's start as a logit: 0.12 memory_max_lr at depth 1 and 2, less the deeper the memory is."""
     return -2.0 - 1.5 * max(depth - 2, 0)
+
+
+def gates_of(config: TitansConfig) -> set[str]:
+    """The gates that the memory's rule has and the config leaves it; of the others theta is 1, alpha and eta are 0."""
+    gates = {"linear_attention": set(), "dla": {"theta"}}.get(config.memory_rule, {"theta", "alpha", "eta"})
+    off = {"alpha": not config.memory_forgetting, "eta": not config.memory_momentum}
+    return {name for name in gates if not off.get(name)}
 
 
 def start_weight_std(layer: int, width: int) -> float:
@@ -89,10 +97,14 @@ class TitansGate(nn.Module):
 
 
 class TitansStartWeights(nn.Module):
-    """The memory's weights before any token, W_0: parameters "0", "1", ... (H, D_in, D_out), one per layer."""
+    """The memory's weights before any token, W_0: parameters "0", "1", ... (H, D_in, D_out), one per layer.
 
-    def __init__(self, num_heads: int, widths: list[int]):
+    ``empty``: they start at zero, as a memory that is nothing but a sum of pairs does; they are learned all the same.
+    """
+
+    def __init__(self, num_heads: int, widths: list[int], empty: bool = False):
         super().__init__()
+        self.empty = empty
         for layer, shape in enumerate(zip(widths[:-1], widths[1:], strict=True)):
             self.register_parameter(str(layer), nn.Parameter(torch.empty(num_heads, *shape)))
         self.initialise(nn.init)
@@ -100,7 +112,10 @@ class TitansStartWeights(nn.Module):
     def initialise(self, init) -> None:
         """Fills the weights through the functions of module ``init``."""
         for layer, w in enumerate(self()):
-            init.normal_(w, mean=0.0, std=start_weight_std(layer, w.shape[1]))
+            if self.empty:
+                init.zeros_(w)
+            else:
+                init.normal_(w, mean=0.0, std=start_weight_std(layer, w.shape[1]))
 
     def forward(self) -> tuple[torch.Tensor, ...]:
         # Called, not reached into: offloaded or sharded weights are there in their own module's forward only.
@@ -140,11 +155,16 @@ class TitansNeuralMemory(nn.Module):
         self.conv1d = None
         if kernel_size:
             self.conv1d = TitansConvolution(channels, channels, kernel_size, groups=channels, bias=False)
-        self.theta_proj = TitansGate(config, theta_start(config.memory_depth))
-        self.alpha_proj = TitansGate(config, ALPHA_START) if config.memory_forgetting else None
-        self.eta_proj = TitansGate(config, ETA_START) if config.memory_momentum else None
+        gates, step = gates_of(config), theta_start(config.memory_depth)
+        # In "swla" eta is a step size too, of the pair before: both begin alike.
+        past = step if config.memory_rule == "swla" else ETA_START
+        self.theta_proj = TitansGate(config, step) if "theta" in gates else None
+        self.alpha_proj = TitansGate(config, ALPHA_START) if "alpha" in gates else None
+        self.eta_proj = TitansGate(config, past) if "eta" in gates else None
         hidden = [config.memory_expansion * head_dim] * (config.memory_depth - 1)
-        self.start_weights = TitansStartWeights(num_heads, [head_dim, *hidden, head_dim])
+        self.start_weights = TitansStartWeights(
+            num_heads, [head_dim, *hidden, head_dim], RULES[config.memory_rule].linear
+        )
         has_norm = config.memory_norm
         self.memory_norm_weight = nn.Parameter(torch.ones(num_heads, head_dim)) if has_norm else None
         self.memory_norm_bias = nn.Parameter(torch.zeros(num_heads, head_dim)) if has_norm else None
@@ -377,13 +397,18 @@ class TitansNeuralMemory(nn.Module):
 
     def _gates(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """theta, alpha, eta (B, T, H), in float32 at least: a small forgetting must not round to none."""
-        logits = self.theta_proj(hidden_states)
-        theta = self.config.memory_max_lr * _sigmoid(logits)
+        config = self.config
+        if self.theta_proj is None:
+            dtype = torch.promote_types(hidden_states.dtype, torch.float32)
+            theta = hidden_states.new_ones(*hidden_states.shape[:2], config.memory_num_heads, dtype=dtype)
+        else:
+            theta = config.memory_max_lr * _sigmoid(self.theta_proj(hidden_states))
         alpha = eta = torch.zeros_like(theta)
         if self.alpha_proj is not None:
-            alpha = self.config.memory_max_forget * _sigmoid(self.alpha_proj(hidden_states))
+            alpha = config.memory_max_forget * _sigmoid(self.alpha_proj(hidden_states))
         if self.eta_proj is not None:
             eta = _sigmoid(self.eta_proj(hidden_states))
+            eta = config.memory_max_lr * eta if config.memory_rule == "swla" else eta
         return theta, alpha, eta
 
     def _check(self, hidden_states, state, attention_mask, layout) -> None:

@@ -10,16 +10,24 @@ import torch
 
 from .chunk_scan import PYTORCH_SCANS, chunk_scan, compiled_chunk_scan
 from .kept_plan import SegmentEnds
-from .memory_checks import check_layout, check_options, check_parameters, check_soup, check_state, check_tokens
+from .memory_checks import (
+    check_layout,
+    check_options,
+    check_parameters,
+    check_rule,
+    check_soup,
+    check_state,
+    check_tokens,
+)
 from .memory_ops_chunked import MemoryCall, MemoryResult, chunked_memory
 from .memory_ops_recurrent import recurrent_memory
 from .memory_state import MemoryState, PendingTokens, map_tensors
+from .scan_inputs import RULES
 from .state_pair import float32_matmul_precision
 from .token_layout import TokenLayout
 
 
 BACKENDS = ("auto", "triton", "chunked", "compiled", "recurrent")
-RULES = ("titans",)
 GATE_GRANULARITIES = ("token", "chunk")
 
 
@@ -54,20 +62,28 @@ def neural_memory(
         W_t = (1 - alpha_t) W_{t-1} + S_t        (+ alpha_t W_0 if ``forget_to_weights`` is given)
         y_t = M_{W_t}(q_t)                       read after the write of token t
 
-    Titans, eq. 11-16 and 18.
+    Titans, eq. 11-16 and 18. Other rules take other inner losses l in u_t = grad l, or another write:
+
+        "dla"                 l = -<M_W(k_t), v_t>           deep linear attention (Memory Caching, eq. 30)
+        "linear_attention"    the same for M(x) = x W        (Titans, eq. 4)
+        "swla"                for M(x) = x W, with the pair of the token before (Memory Caching, eq. 28, c = 2):
+                              W_t = (1 - alpha_t) W_{t-1} + eta_t k_{t-1}^T v_{t-1} + theta_t k_t^T v_t
+
+    All three take the gates they are given; the papers' "dla" and "linear_attention" have alpha = eta = 0, and the
+    latter theta = 1. The momentum of "swla" is the last token's pair, S_t = k_t^T v_t.
 
     Args:
         q, k, v: (B, T, H, D) queries, keys, values; floating point, all of one dtype.
         theta: (B, T, H) step sizes, >= 0.
         alpha: (B, T, H) forgetting, in [0, 1].
-        eta: (B, T, H) decay of past surprise, in [0, 1].
+        eta: (B, T, H) decay of past surprise, in [0, 1]; in "swla" the weight of the token before, >= 0.
         state: the memory before the call; it is not changed.
         chunk_size: tokens per chunk, >= 1.
         norm_weight, norm_bias: (H, D) scale and shift of M's layer normalisation; both None: M has none.
         norm_eps: its epsilon, > 0.
         residual: whether M(x) contains x.
         forget_to_weights: (H, D_in, D_out) per layer: forgetting leads to these weights. None: to zero.
-        rule: the inner loss and coefficients; "titans".
+        rule: "titans", "dla", "linear_attention" or "swla"; the last two need depth 1, no residual and no norm.
         gate_granularity: "token": each token has the gates given for it; "chunk": all tokens of a chunk have those of
             the chunk's first real token (Titans, section 3.2), and the others' have no influence.
         layout: which tokens are real and where documents begin, built for this state's ``count`` and ``chunk_size``.
@@ -89,9 +105,9 @@ def neural_memory(
     Returns:
         ``output`` (B, T, H, D) in q's dtype, zero at masked tokens; ``state`` after the call, in float32 (float64 if
         the state or an input is), whatever the inputs' dtype and autocast; ``surprise`` (B, T, H) in the state's
-        dtype or None: each token's inner loss at the weights of its chunk's start; ``kept``, per layer
-        (B, J, H, D_in, D_out), the weights behind the J chunks of ``segments``, in rows where no segment ends there
-        with no meaning, or None.
+        dtype or None: each token's inner loss at the weights of its chunk's start, negative for a pair that a memory
+        with the loss -<M(k), v> knows; ``kept``, per layer (B, J, H, D_in, D_out), the weights behind the J chunks of
+        ``segments``, in rows where no segment ends there with no meaning, or None.
         Output and state are differentiable in every tensor given, including both states; surprise is not.
         "chunked" takes matrix products in float32; after ``torch.set_float32_matmul_precision("medium")``, which
         allows it, it rounds their operands to bfloat16. "triton" does so for bfloat16 inputs. Sums are float32.
@@ -101,13 +117,14 @@ def neural_memory(
         ImportError: "triton" is asked for and not installed.
     """
     choices = {
-        "rule": (rule, RULES),
+        "rule": (rule, tuple(RULES)),
         "gate_granularity": (gate_granularity, GATE_GRANULARITIES),
         "backend": (backend, BACKENDS),
     }
     check_options(chunk_size, norm_eps, choices)
     check_tokens({"q": q, "k": k, "v": v}, {"theta": theta, "alpha": alpha, "eta": eta})
     check_state("state", state, q.shape[0], q)
+    check_rule(rule, RULES[rule], state, residual, norm_weight)
     if layout is None:
         layout = TokenLayout.build(count=state.count, chunk_size=chunk_size, shape=tuple(q.shape[:2]))
     check_layout(layout, state, q, chunk_size, start_state, segments)
@@ -137,6 +154,7 @@ def neural_memory(
         gate_granularity == "chunk",
         scan,
         torch.bfloat16 if dtype == torch.float32 and float32_matmul_precision() == "medium" else None,
+        RULES[rule],
         None if kept_weights is None else cast(tuple(kept_weights)),
         cast(mix),
         segments,

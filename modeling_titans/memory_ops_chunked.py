@@ -13,7 +13,7 @@ from .chunk_scan import PYTORCH_SCANS
 from .inner_network import InnerNetwork
 from .kept_plan import SegmentEnds
 from .memory_state import MemoryState, PendingTokens
-from .scan_inputs import ScanInputs, ScanOptions, ScanResult
+from .scan_inputs import Rule, ScanInputs, ScanOptions, ScanResult
 from .segmented_scan import scan_segments
 from .short_calls import FEW
 from .state_pair import Products
@@ -41,6 +41,7 @@ class MemoryCall(NamedTuple):
     chunk_gates: bool
     scan: Callable[[ScanInputs, ScanOptions], ScanResult]
     products: torch.dtype | None
+    rule: Rule
     kept: tuple[torch.Tensor, ...] | None = None
     mix: torch.Tensor | None = None
     segments: SegmentEnds | None = None
@@ -120,9 +121,9 @@ def _read_open(call: MemoryCall, state: MemoryState, q, tokens: PendingTokens) -
     if call.chunk_gates:
         gates = [t[:, :1].expand_as(t) for t in gates]
     v, *gates = (t[:, chunk.mixed.shape[2] - 1 :] for t in (v, *gates))
-    return read_open_chunk(
-        _network(call), state.weights, state.momentum, chunk, NewTokens(q, k, v, *gates), _forget_to(call)
-    )
+    memory, tokens = (_network(call), state.weights, state.momentum, chunk), NewTokens(q, k, v, *gates)
+    facts = {"sliding": call.rule.sliding, "surprise": call.output_surprise}
+    return read_open_chunk(*memory, tokens, _forget_to(call), **facts)
 
 
 def _read_one(call: MemoryCall) -> MemoryResult:
@@ -137,10 +138,13 @@ def _read_one(call: MemoryCall) -> MemoryResult:
     chunk = state.chunk
     if chunk is None:
         taken = places < state.count[:, None]
-        chunk = known_chunk(network, state.weights, NewTokens(call.q, pending.k, pending.v, *old), taken)
+        tokens = NewTokens(call.q, pending.k, pending.v, *old)
+        chunk = known_chunk(network, state.weights, tokens, taken, call.rule.sliding)
     keys = torch.cat([pending.k, call.tokens.k], 1)
     tokens = NewTokens(call.q, keys, call.tokens.v, *new)
-    read = read_open_chunk(network, state.weights, state.momentum, chunk, tokens, _forget_to(call), real)
+    memory = (network, state.weights, state.momentum, chunk)
+    facts = {"sliding": call.rule.sliding, "surprise": call.output_surprise}
+    read = read_open_chunk(*memory, tokens, _forget_to(call), real, **facts)
     at = (places == state.count[:, None]) & real[:, None]
     pending = [
         torch.where(at.view(*at.shape, *(1,) * (t.dim() - 2)), t, p) for t, p in zip(call.tokens, pending, strict=True)
@@ -155,7 +159,7 @@ def _read_one(call: MemoryCall) -> MemoryResult:
 
 def _network(call: MemoryCall) -> InnerNetwork:
     norm = [_by_row(t, call.q.shape[0], 1) for t in (call.norm_weight, call.norm_bias)]
-    return InnerNetwork(call.residual, *norm, call.norm_eps, Products(None, call.q.dtype))
+    return InnerNetwork(call.residual, *norm, call.norm_eps, Products(None, call.q.dtype), call.rule.dot)
 
 
 def _forget_to(call: MemoryCall) -> tuple[torch.Tensor, ...] | None:
@@ -223,7 +227,7 @@ def _scan(call: MemoryCall, state: MemoryState, queries, tokens, num_chunks: int
         mix=mix[0] if mix else None,
     )
     facts = (len(state.weights), call.residual, call.norm_eps, write, restart_at, call.output_surprise)
-    result, kept = _run(call, inputs, ScanOptions(*facts, call.products))
+    result, kept = _run(call, inputs, ScanOptions(*facts, call.products, rule=call.rule))
 
     def by_row(layers) -> tuple[torch.Tensor, ...]:
         return tuple(w.unflatten(0, (batch_size, -1)) for w in layers)

@@ -12,13 +12,13 @@ from .memory_state import MemoryState, PendingTokens
 
 
 class _Network:
-    """M and the gradient of its inner loss (Titans, eq. 12), plainly: autograd differentiates what stands here.
+    """M and the gradient of its inner loss, plainly: autograd differentiates what stands here.
 
     Tokens are (B, H, 1, D), weights (B, H, D_in, D_out).
     """
 
     def __init__(self, call: MemoryCall):
-        self.residual, self.eps = call.residual, call.norm_eps
+        self.residual, self.eps, self.dot = call.residual, call.norm_eps, call.rule.dot
         self.scale, self.shift = (None if t is None else t.unsqueeze(1) for t in (call.norm_weight, call.norm_bias))
 
     def output(self, weights, x: torch.Tensor) -> tuple[list, list, tuple | None, torch.Tensor]:
@@ -37,9 +37,12 @@ class _Network:
         return inputs, results, norm, x + y if self.residual else y
 
     def factors(self, weights, k: torch.Tensor, v: torch.Tensor) -> tuple[list, list, torch.Tensor]:
-        """The layers' inputs a and back-propagated errors g, and the error d loss / d M(k)."""
+        """The layers' inputs a and back-propagated errors g, and the inner loss (B, H)."""
         inputs, results, norm, y = self.output(weights, k)
-        error = 2 * (y - v)
+        if self.dot:
+            error, loss = -v, -(y * v).sum((-2, -1))
+        else:
+            error, loss = 2 * (y - v), (y - v).square().sum((-2, -1))
         g = error
         if norm is not None:
             x_hat, rstd = norm
@@ -49,7 +52,7 @@ class _Network:
         errors = [g]
         for w, z in zip(reversed(weights[1:]), reversed(results[:-1]), strict=True):
             errors.insert(0, errors[0] @ w.mT * _gelu_slope(z))
-        return inputs, errors, error
+        return inputs, errors, loss
 
 
 def _gelu_slope(z: torch.Tensor) -> torch.Tensor:
@@ -82,13 +85,18 @@ class _Walk:
 
     def write(self, k, v, theta, alpha, eta, real: torch.Tensor) -> torch.Tensor:
         """One token (B, H, ...) in the rows where it is real; returns its inner loss (B, H)."""
-        a, g, error = self.network.factors(self.anchor, k.unsqueeze(2), v.unsqueeze(2))
+        a, g, loss = self.network.factors(self.anchor, k.unsqueeze(2), v.unsqueeze(2))
         gates = self._gates([theta, alpha, eta], real)
         theta, alpha, eta = (gate[..., None, None] for gate in gates)
         weights, momentum = [], []
         for layer, (w, s, a_l, g_l) in enumerate(zip(self.weights, self.momentum, a, g, strict=True)):
-            s = eta * s - theta * (a_l.mT @ g_l)
-            w = (1 - alpha) * w + s
+            if self.call.rule.sliding:
+                # Of a matrix memory the layer's input is k and the error -v: S is the pair of the token before.
+                pair = k.unsqueeze(3) * v.unsqueeze(2)
+                w, s = (1 - alpha) * w + eta * s + theta * pair, pair
+            else:
+                s = eta * s - theta * (a_l.mT @ g_l)
+                w = (1 - alpha) * w + s
             if self.call.forget_to_weights is not None:
                 w = w + alpha * self.call.forget_to_weights[layer]
             weights.append(w)
@@ -96,7 +104,7 @@ class _Walk:
         self.weights = _where(real, weights, self.weights)
         self.momentum = _where(real, momentum, self.momentum)
         self.position = self.position + real
-        return 0.25 * error.square().sum((-2, -1))
+        return loss
 
     def _gates(self, gates: list[torch.Tensor], real: torch.Tensor) -> list[torch.Tensor]:
         """A token's own gates (B, H), or those of its chunk's first token."""

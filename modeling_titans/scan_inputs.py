@@ -13,11 +13,33 @@ from .inner_network import InnerNetwork
 from .state_pair import Products
 
 
+class Rule(NamedTuple):
+    """How a memory learns.
+
+    Attributes:
+        dot: whether the inner loss is -<M(k), v>, not |M(k) - v|^2.
+        sliding: whether the write slides over the last two tokens (`chunk_coefficients`), not carries on momentum.
+        linear: whether it is of a matrix memory alone: one layer, no residual, no norm.
+    """
+
+    dot: bool = False
+    sliding: bool = False
+    linear: bool = False
+
+
+RULES = {
+    "titans": Rule(),
+    "dla": Rule(dot=True),
+    "linear_attention": Rule(dot=True, linear=True),
+    "swla": Rule(dot=True, sliding=True, linear=True),
+}
+
+
 class ScanOptions(NamedTuple):
     """Static facts of a scan: see `chunk_scan`.
 
     ``products``: what operands of matrix products are rounded to, or None for not at all; ``compiled``: whether spans
-    of whole chunks go through torch.compile.
+    of whole chunks go through torch.compile; ``rule``: inner loss and coefficients.
     """
 
     depth: int
@@ -28,6 +50,7 @@ class ScanOptions(NamedTuple):
     surprise: bool
     products: torch.dtype | None = None
     compiled: bool = False
+    rule: Rule = RULES["titans"]
 
 
 class ScanInputs(NamedTuple):
@@ -67,7 +90,8 @@ class ScanInputs(NamedTuple):
     def network(self, options: ScanOptions) -> InnerNetwork:
         """The memory network for the tokens of one chunk."""
         products = Products(options.products, self.theta.dtype)
-        return InnerNetwork(options.residual, self.norm_weight, self.norm_bias, options.norm_eps, products)
+        norm = (self.norm_weight, self.norm_bias, options.norm_eps)
+        return InnerNetwork(options.residual, *norm, products, options.rule.dot)
 
     @staticmethod
     def num_tensors(depth: int) -> int:

@@ -169,6 +169,7 @@ def _fill(template, tensors, found: dict, name: str):
     if not isinstance(template, tuple):
         return template
     keys = getattr(template, "_fields", range(len(template)))
+    # A file holds no tensors of an empty tuple, which is what an open chunk of a single layer has for hidden inputs.
     leaves = [
         _fill(part, tensors[str(key)], found, f"{name}.{key}") if _has_tensors(part) else part
         for key, part in zip(keys, template, strict=True)

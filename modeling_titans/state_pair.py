@@ -133,7 +133,8 @@ class StatePair(NamedTuple):
         for x, r in factors:
             left, right = (r, x) if self.transposed else (x, r)
             total = products.mm(left.mT, right) if total is None else products.add_(total, left.mT, right)
-        pair.chunk(2, -2)[0].add_(total)
+        if total is not None:
+            pair.chunk(2, -2)[0].add_(total)
 
 
 def _dot_halves(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

@@ -99,6 +99,7 @@ class DocumentMemory:
             self.momentum,
             chunk_size=chunk_size,
             forget_to_weights=self.start if self.config.memory_forget_to == "start" else None,
+            rule=self.config.memory_rule,
             **self._network(),
         )
         self.weights, self.momentum = result.anchor_weights, result.anchor_momentum
@@ -121,12 +122,14 @@ class DocumentMemory:
 
     def _gates(self, x: torch.Tensor, chunk_size: int) -> list[torch.Tensor]:
         limits = {"theta": self.config.memory_max_lr, "alpha": self.config.memory_max_forget, "eta": 1.0}
+        if self.config.memory_rule == "swla":
+            limits["eta"] = self.config.memory_max_lr
         gates = []
         for name, limit in limits.items():
             if f"{name}_proj.weight" in self.parameters:
                 gate = limit * torch.sigmoid(linear(self.parameters, f"{name}_proj", x))
             else:
-                gate = x.new_zeros(len(x), self.config.memory_num_heads)
+                gate = x.new_full((len(x), self.config.memory_num_heads), 1.0 if name == "theta" else 0.0)
             if self.config.memory_gate_granularity == "chunk":
                 gate = torch.stack([gate[t - t % chunk_size] for t in range(len(x))])
             gates.append(gate)
