@@ -18,7 +18,7 @@ AUTO_MAP = {
 }
 
 # Each field of fixed words: (what it may say, what this version can build).
-BACKENDS = ("auto", "triton", "chunked", "compiled", "recurrent")
+BACKENDS = ("auto", "triton", "chunked", "compiled", "native", "recurrent")
 CACHING = (None, "residual", "grm", "soup", "ssc", "average")
 RULES = ("titans", "dla", "linear_attention", "swla")
 CHOICES = {

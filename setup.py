@@ -25,7 +25,10 @@ setup(
     license_expression="Apache-2.0",
     package_dir=PACKAGE_DIR,
     packages=list(PACKAGE_DIR),
-    package_data={"transformers_titans.training": ["model_card.md", "novel/*", "recipes/*.yaml"]},
+    package_data={
+        "transformers_titans": ["*.cpp", "*.h"],
+        "transformers_titans.training": ["model_card.md", "novel/*", "recipes/*.yaml"],
+    },
     python_requires=">=3.10",
     install_requires=[
         "accelerate>=1.1",

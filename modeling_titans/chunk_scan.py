@@ -52,9 +52,6 @@ def compiled_chunk_scan(inputs: ScanInputs, options: ScanOptions) -> ScanResult:
     return chunk_scan(inputs, options._replace(compiled=True))
 
 
-PYTORCH_SCANS = (chunk_scan, compiled_chunk_scan)
-
-
 class _ChunkScan(torch.autograd.Function):
     @staticmethod
     def forward(ctx, options: ScanOptions, *flat: torch.Tensor | None):

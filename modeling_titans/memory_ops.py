@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from .chunk_scan import PYTORCH_SCANS, chunk_scan, compiled_chunk_scan
+from .chunk_scan import chunk_scan, compiled_chunk_scan
 from .kept_plan import SegmentEnds
 from .memory_checks import (
     check_layout,
@@ -19,7 +19,9 @@ from .memory_checks import (
     check_state,
     check_tokens,
 )
-from .memory_ops_chunked import MemoryCall, MemoryResult, chunked_memory
+from .memory_ops_chunked import PLAIN_SCANS, MemoryCall, MemoryResult, chunked_memory
+from .memory_ops_native import native_scan
+from .memory_ops_native import reason_against as reason_against_native
 from .memory_ops_recurrent import recurrent_memory
 from .memory_state import MemoryState, PendingTokens, map_tensors
 from .scan_inputs import RULES
@@ -27,7 +29,7 @@ from .state_pair import float32_matmul_precision
 from .token_layout import TokenLayout
 
 
-BACKENDS = ("auto", "triton", "chunked", "compiled", "recurrent")
+BACKENDS = ("auto", "triton", "chunked", "compiled", "native", "recurrent")
 GATE_GRANULARITIES = ("token", "chunk")
 
 
@@ -96,8 +98,9 @@ def neural_memory(
             with ``kept_weights``.
         output_surprise: whether to return the inner losses too.
         backend: "triton" (fused kernels; depth 1 and 2, no ``mix``, see `triton_scan` for the sizes), "chunked" (the
-            same form in PyTorch), "compiled" (the same, whole chunks through torch.compile), "recurrent" (token by
-            token), or "auto": "triton" on a GPU where it takes the call and is installed, else "chunked".
+            same form in PyTorch), "compiled" (the same, whole chunks through torch.compile), "native" (the same in
+            C++ on a CPU, compiled on first use, no ``mix``), "recurrent" (token by token), or "auto": "triton" on a
+            GPU where it takes the call and is installed, else "chunked".
         segments: the chunks behind which a segment ends (Memory Caching, section 3), and whether the next one begins
             at ``start_state``; None: there are no segments. ``mix`` then has J more columns, the shares of the weights
             behind these J chunks, zero for the tokens before.
@@ -109,12 +112,12 @@ def neural_memory(
         with the loss -<M(k), v> knows; ``kept``, per layer (B, J, H, D_in, D_out), the weights behind the J chunks of
         ``segments``, in rows where no segment ends there with no meaning, or None.
         Output and state are differentiable in every tensor given, including both states; surprise is not.
-        "chunked" takes matrix products in float32; after ``torch.set_float32_matmul_precision("medium")``, which
-        allows it, it rounds their operands to bfloat16. "triton" does so for bfloat16 inputs. Sums are float32.
+        "chunked" and "native" take matrix products in float32; after ``torch.set_float32_matmul_precision("medium")``,
+        which allows it, they round their operands to bfloat16. "triton" does so for bfloat16 inputs. Sums are float32.
 
     Raises:
         ValueError: naming the argument, its value and what is allowed.
-        ImportError: "triton" is asked for and not installed.
+        ImportError: "triton" is asked for and not installed, or "native" and there is no C++ compiler.
     """
     choices = {
         "rule": (rule, tuple(RULES)),
@@ -159,7 +162,7 @@ def neural_memory(
         cast(mix),
         segments,
     )
-    if scan not in PYTORCH_SCANS and q.dtype != dtype:
+    if scan not in PLAIN_SCANS and q.dtype != dtype:
         call = _with_vectors(call, q, k, v)
     # Products of a state in float32 must not be taken in a lower precision behind the state's back.
     with torch.autocast(q.device.type, enabled=False):
@@ -179,6 +182,11 @@ def _pick_scan(backend: str, sizes: tuple, q: torch.Tensor, mix: torch.Tensor | 
             return scan_or_decode
         if backend == "triton":
             raise ValueError(f'{reason}; backend="chunked" takes it')
+    if backend == "native":
+        reason = reason_against_native(sizes[-1], q, mix)
+        if reason is not None:
+            raise ValueError(f'{reason}; backend="chunked" takes it')
+        return native_scan
     return compiled_chunk_scan if backend == "compiled" else chunk_scan
 
 

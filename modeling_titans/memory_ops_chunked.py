@@ -9,15 +9,20 @@ import torch
 import torch.nn.functional as F
 
 from .chunk_decode import NewTokens, OpenRead, empty_chunk, in_place_of, known_chunk, read_open_chunk
-from .chunk_scan import PYTORCH_SCANS
+from .chunk_scan import chunk_scan, compiled_chunk_scan
 from .inner_network import InnerNetwork
 from .kept_plan import SegmentEnds
+from .memory_ops_native import native_scan
 from .memory_state import MemoryState, PendingTokens
 from .scan_inputs import Rule, ScanInputs, ScanOptions, ScanResult
 from .segmented_scan import scan_segments
 from .short_calls import FEW
 from .state_pair import Products
 from .token_layout import TokenLayout
+
+
+# Scans that take every tensor in the state's dtype, and for which PyTorch reads open chunks.
+PLAIN_SCANS = (chunk_scan, compiled_chunk_scan, native_scan)
 
 
 class MemoryCall(NamedTuple):
@@ -111,7 +116,7 @@ def _keeps_chunk(call: MemoryCall) -> bool:
     where few tokens follow.
     """
     decodes = call.q.shape[1] <= FEW and not torch.is_grad_enabled() and call.mix is None
-    return decodes and call.scan in PYTORCH_SCANS
+    return decodes and call.scan in PLAIN_SCANS
 
 
 def _read_open(call: MemoryCall, state: MemoryState, q, tokens: PendingTokens) -> OpenRead:

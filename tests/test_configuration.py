@@ -182,7 +182,7 @@ WORDS = {
     "variant": ("lmm", "mal", "mag", "mac"),
     "memory_rule": ("titans", "dla", "linear_attention", "swla"),
     "memory_gate_granularity": ("token", "chunk"),
-    "memory_backend": ("auto", "triton", "chunked", "compiled", "recurrent"),
+    "memory_backend": ("auto", "triton", "chunked", "compiled", "native", "recurrent"),
     "memory_forget_to": ("zero", "start"),
     "memory_caching": ("residual", "grm", "soup", "ssc", "average"),
     "cache_initialization": ("checkpoint", "independent"),

@@ -23,7 +23,7 @@ from titans_testing import (
 )
 
 
-BACKENDS = ("recurrent", "chunked")
+BACKENDS = ("recurrent", "chunked", "native")
 
 pytestmark = pytest.mark.usefixtures("nan_filled_empty")
 both_backends = pytest.mark.parametrize("backend", BACKENDS)

@@ -72,6 +72,8 @@ def test_wheel_holds_every_source_file_and_nothing_else(wheel):
     data = [ROOT / "training/model_card.md", *(ROOT / "training/novel").iterdir()]
     data += (ROOT / "training/recipes").glob("*.yaml")
     expected |= {f"transformers_titans/{path.relative_to(ROOT)}" for path in data}
+    sources = [path for pattern in ("*.cpp", "*.h") for path in (ROOT / "modeling_titans").glob(pattern)]
+    expected |= {f"transformers_titans/{path.name}" for path in sources}
     assert {name for name in wheel.namelist() if ".dist-info/" not in name} == expected
 
 

@@ -1,0 +1,178 @@
+// Copyright 2026 The transformers-titans authors.
+// SPDX-License-Identifier: Apache-2.0
+// The chunked scan of the neural memory for a processor (`memory_ops_native.py` calls it): each thread takes one row
+// and head through all its chunks, so that its weights and momentum stay in that core's cache.
+//
+// Plain functions of raw pointers: nothing of Python or PyTorch is needed to build it, and no second OpenMP enters the
+// process.
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <thread>
+
+#include "native_backward.h"
+
+namespace titans {
+
+// Arenas that no thread uses at the moment: a call finds its memory as the call before left it.
+class ArenaPool {
+ public:
+  std::unique_ptr<Arena> get() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (free_.empty()) return std::make_unique<Arena>();
+    std::unique_ptr<Arena> arena = std::move(free_.back());
+    free_.pop_back();
+    return arena;
+  }
+  void put(std::unique_ptr<Arena> arena) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    free_.push_back(std::move(arena));
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<std::unique_ptr<Arena>> free_;
+};
+
+ArenaPool& arenas() {
+  static ArenaPool pool;
+  return pool;
+}
+
+// Runs work(arena, group) for each group; false if memory or threads could not be had.
+template <class F>
+bool for_each_group(long groups, long threads, F work) {
+  std::atomic<long> next{0};
+  std::atomic<bool> fine{true};
+  auto take_groups = [&] {
+    try {
+      std::unique_ptr<Arena> arena = arenas().get();
+      for (long group = next++; group < groups; group = next++) work(*arena, group);
+      arenas().put(std::move(arena));
+    } catch (const std::bad_alloc&) {
+      fine = false;
+    }
+  };
+  std::vector<std::thread> others;
+  try {
+    for (long i = 1; i < std::min(threads, groups); ++i) others.emplace_back(take_groups);
+  } catch (const std::system_error&) {
+    // The threads there are do all of it.
+  }
+  take_groups();
+  for (std::thread& other : others) other.join();
+  return fine;
+}
+
+// The state at chunk n's start of a row: kept in ``starts`` (groups, chunks, state), or one of two in turn.
+template <class T>
+T* state_at(const Problem<T>& p, T* starts, T* in_turn, long group, long n) {
+  if (n == p.chunks) return in_turn;
+  return starts ? starts + (group * p.chunks + n) * p.state_size : in_turn + (1 + n % 2) * p.state_size;
+}
+
+template <class T>
+bool forward(const Sizes& sizes, void* const* inputs, void* const* outputs, long threads) {
+  const Problem<T> p(sizes, inputs);
+  T* const* out = reinterpret_cast<T* const*>(outputs);
+  T *output = out[0], *surprise = out[1], *starts = out[2];
+  return for_each_group(p.groups, threads, [&](Arena& arena, long group) {
+    Chunk<T> chunk(p);
+    T* in_turn = nullptr;
+    for (bool counting : {true, false}) {
+      Cutter cutter(counting ? nullptr : arena.block());
+      in_turn = cutter.take<T>(3 * p.state_size);
+      chunk.cut(cutter, false);
+      if (counting) arena.reserve(cutter.used());
+    }
+    chunk.begin_row(group);
+    chunk.load_state(p.in.weights, p.in.momentum, state_at(p, starts, in_turn, group, 0));
+    for (long n = 0; n < p.chunks; ++n) {
+      T *state = state_at(p, starts, in_turn, group, n), *after = state_at(p, starts, in_turn, group, n + 1);
+      if (p.restarts(n, group)) chunk.load_state(p.in.start_weights, p.in.start_momentum, state);
+      chunk.begin_chunk(n);
+      chunk.inner_gradient(state, false);
+      const long at = n * p.groups + group;
+      if (surprise) chunk.inner_loss(surprise + at * p.length);
+      chunk.read(state, false);
+      chunk.give_output(output + at * p.queries * p.dim);
+      if (!p.write) continue;
+      if (p.is_full(n, group)) {
+        chunk.update(state, after);
+      } else {
+        std::copy(state, state + p.state_size, after);
+      }
+    }
+    if (p.write) chunk.store_state(in_turn, out + 3, out + 3 + p.depth);
+  });
+}
+
+template <class T>
+bool backward(const Sizes& sizes, void* const* inputs, void* const* gradients, void* const* outputs, long threads) {
+  const Problem<T> p(sizes, inputs);
+  T* const* given = reinterpret_cast<T* const*>(gradients);
+  T *starts = given[0], *output_bar = given[1];
+  T* const* weights_bar = given + 2;
+  const Tensors<T> out(outputs, p.depth);
+  return for_each_group(p.groups, threads, [&](Arena& arena, long group) {
+    ChunkAdjoint<T> chunk(p);
+    T *bar = nullptr, *start_bar = nullptr;
+    for (bool counting : {true, false}) {
+      Cutter cutter(counting ? nullptr : arena.block());
+      bar = cutter.take<T>(p.state_size);
+      if (p.in.restart) start_bar = cutter.take<T>(p.state_size);
+      chunk.cut(cutter);
+      if (counting) arena.reserve(cutter.used());
+    }
+    chunk.begin_row(group);
+    if (p.in.restart) std::fill(start_bar, start_bar + p.state_size, T(0));
+    if (p.write) {
+      chunk.load_state(weights_bar, weights_bar + p.depth, bar);
+    } else {
+      std::fill(bar, bar + p.state_size, T(0));
+    }
+    for (long n = p.chunks - 1; n >= 0; --n) {
+      chunk.run(n, starts + (group * p.chunks + n) * p.state_size, bar, output_bar, out);
+      if (!p.restarts(n, group)) continue;
+      each<T>(p.state_size, [&](long i) { store(start_bar + i, load(start_bar + i) + load(bar + i)); });
+      std::fill(bar, bar + p.state_size, T(0));
+    }
+    chunk.end_row(out);
+    chunk.store_state(bar, out.weights, out.momentum);
+    if (p.in.restart) chunk.store_state(start_bar, out.start_weights, out.start_momentum);
+  });
+}
+
+}  // namespace titans
+
+// Each returns 0, or 1 where memory ran out. ``sizes``: `titans::Sizes`, then the widths; ``inputs``: pointers as
+// `ScanInputs.flatten()` orders its tensors, null for None.
+extern "C" {
+
+// Numbers in a row's state, of which the forward keeps one for each chunk.
+int64_t titans_state_size(const int64_t* sizes, int64_t item_size) {
+  const titans::Sizes given(sizes, 0);
+  const std::vector<void*> inputs(10 + 5 * given.depth);
+  return item_size == 4 ? titans::Problem<float>(given, inputs.data()).state_size
+                        : titans::Problem<double>(given, inputs.data()).state_size;
+}
+
+// ``outputs``: output, surprise or null, starts or null, weights of each layer, momentum of each layer.
+int titans_forward(const int64_t* sizes, double eps, int64_t item_size, void* const* inputs, void* const* outputs,
+                   int64_t threads) {
+  const titans::Sizes given(sizes, eps);
+  return !(item_size == 4 ? titans::forward<float>(given, inputs, outputs, threads)
+                          : titans::forward<double>(given, inputs, outputs, threads));
+}
+
+// ``gradients``: starts, then the gradients of the output and of weights and momentum of each layer; ``outputs``: the
+// gradients of the inputs.
+int titans_backward(const int64_t* sizes, double eps, int64_t item_size, void* const* inputs, void* const* gradients,
+                    void* const* outputs, int64_t threads) {
+  const titans::Sizes given(sizes, eps);
+  return !(item_size == 4 ? titans::backward<float>(given, inputs, gradients, outputs, threads)
+                          : titans::backward<double>(given, inputs, gradients, outputs, threads));
+}
+
+}
