@@ -299,7 +299,9 @@ class TitansNeuralMemory(nn.Module):
         if self.caching is not None:
             network = self._network(q, state.segment_weights[0].dtype)
             exact, u = self._exact(q, hidden_states, network, None)
-            y = read_segment(self.caching, exact, u, state.segment_weights, state.kept, network).to(q.dtype)
+            with torch.autocast(q.device.type, enabled=False):
+                y = read_segment(self.caching, exact, u, state.segment_weights, state.kept, network)
+            y = y.to(q.dtype)
             return NeuralMemoryOutput(self._output(y, hidden_states), state._replace(conv_tail=tail), None)
         y = read_memory(
             q,
@@ -344,7 +346,11 @@ class TitansNeuralMemory(nn.Module):
         else:
             network = self._network(q, state.memory.weights[0].dtype)
             exact, u = self._exact(q, hidden_states, network, layout.mask)
-            result, kept = read_with_caching(self.caching, write, exact, u, state.memory, kept, layout.kept, network)
+            # As in the op: products with a state in float32 are not to be taken in a lower precision.
+            with torch.autocast(q.device.type, enabled=False):
+                result, kept = read_with_caching(
+                    self.caching, write, exact, u, state.memory, kept, layout.kept, network
+                )
         return result.output.to(q.dtype), NeuralMemoryState(result.state, tail, kept), result.surprise
 
     def _network(self, q: torch.Tensor, dtype: torch.dtype) -> InnerNetwork:
