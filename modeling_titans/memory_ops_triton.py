@@ -213,7 +213,8 @@ def _forward_span(
     """Writes a span's chunks one after another, then reads them all: fills the states' slots, output and surprise."""
     depth, network = options.depth, inputs.network(options)
     weights, momentum = tuple(states[:depth]), tuple(states[depth:])
-    read, end = launch_coefficients(inputs.theta, inputs.alpha, inputs.eta, inputs.full)
+    gates = (inputs.theta, inputs.alpha, inputs.eta)
+    read, end = launch_coefficients(*gates, inputs.full, sliding=options.rule.sliding)
     chunk = (inputs.k, inputs.v)
     if options.write:
         launch_writer(
@@ -278,7 +279,8 @@ def _backward_span(
     if not options.write:
         # An update that does not take place is the identity.
         full = torch.zeros(inputs.k.shape[:2], dtype=torch.bool, device=inputs.k.device)
-    read, end = launch_coefficients(*gates, full)
+    sliding = options.rule.sliding
+    read, end = launch_coefficients(*gates, full, sliding=sliding)
     scratch = Scratch.empty_for(inputs.k, state[0])
     launch_factors(*chunk, state[0], scratch, network, precision)
     unread = ReadGradients.empty_for(inputs.q, inputs.k, state[0], has_norm, has_forget_to)._replace(q=gradients.q)
@@ -295,7 +297,7 @@ def _backward_span(
         forget_to=inputs.forget_to,
         forget_to_bar=gradients.forget_to,
     )
-    bars = launch_coefficients_backward(*gates, full, read, unread.coefficients, unwritten.end)
+    bars = launch_coefficients_backward(*gates, full, read, unread.coefficients, unwritten.end, sliding=sliding)
     for store, bar in zip((gradients.theta, gradients.alpha, gradients.eta), bars, strict=True):
         store.copy_(bar)
     if has_norm:
