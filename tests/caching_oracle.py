@@ -38,10 +38,11 @@ class Writer:
         chunk_size: tokens whose inner gradients are taken at the same weights.
         forget_to: the weights that forgetting leads to; None: to zero.
         network: norm_weight, norm_bias, residual of `memory_network`.
+        rule: as `memory_rule`.
     """
 
-    def __init__(self, weights, momentum, chunk_size: int, forget_to, network: dict[str, Any]):
-        self.weights, self.momentum = list(weights), list(momentum)
+    def __init__(self, weights, momentum, chunk_size: int, forget_to, network: dict[str, Any], rule: str):
+        self.weights, self.momentum, self.rule = list(weights), list(momentum), rule
         self.chunk_size, self.forget_to, self.network = chunk_size, forget_to, network
         self.count, self.anchor = 0, []
 
@@ -51,14 +52,16 @@ class Writer:
             # Copies: keys and values may come from a reading of these very weights (MAC), and are given all the same.
             self.anchor = [w.clone() for w in self.weights]
         self.count += 1
-        _, gradient = inner_loss_and_gradient(k, v, self.anchor, **self.network)
+        _, gradient = inner_loss_and_gradient(k, v, self.anchor, self.rule, **self.network)
         theta, alpha, eta = (gate[:, None, None] for gate in (theta, alpha, eta))
         for layer, u in enumerate(gradient):
-            self.momentum[layer] = eta * self.momentum[layer] - theta * u
+            added = eta * self.momentum[layer] - theta * u
+            # A window of two tokens (Memory Caching, eq. 28): what is carried on is the last pair as it is.
+            self.momentum[layer] = -u if self.rule == "swla" else added
             kept = (1 - alpha) * self.weights[layer]
             if self.forget_to is not None:
                 kept = kept + alpha * self.forget_to[layer]
-            self.weights[layer] = kept + self.momentum[layer]
+            self.weights[layer] = kept + added
 
 
 def blocks_of(num_segments: int, segmentation: str) -> list[tuple[int, int]]:
@@ -127,7 +130,9 @@ class CachingMemory(DocumentMemory):
 
     def _new_writer(self) -> Writer:
         forget_to = self.start if self.config.memory_forget_to == "start" else None
-        return Writer(*self.beginning, self.config.memory_chunk_size, forget_to, self._network())
+        return Writer(
+            *self.beginning, self.config.memory_chunk_size, forget_to, self._network(), self.config.memory_rule
+        )
 
     def _connect(self, x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
         """u (T, H, D) of tokens (T, C) with these queries. Memory Caching, eq. 10."""

@@ -30,6 +30,7 @@ def config_of(**fields):
         memory_num_heads=1,
         memory_head_dim=DIM,
         memory_depth=1,
+        memory_rule="titans",
         memory_chunk_size=1,
         memory_residual=False,
         memory_forget_to="zero",

@@ -21,7 +21,7 @@ from caching_testing import (
     random_states,
     small_layer,
 )
-from titans_testing import TOLERANCE, assert_close
+from titans_testing import MATRIX_MEMORY, TOLERANCE, assert_close
 
 
 EXACT = TOLERANCE[F64]
@@ -75,6 +75,9 @@ OPTIONS = {
     "forget_to_start": {"memory_forget_to": "start"},
     "other_heads": {"memory_num_heads": 3, "memory_head_dim": 5},
     "one_head": {"memory_num_heads": 1, "memory_head_dim": 8},
+    "dla": {"memory_rule": "dla"},
+    "linear_attention": {"memory_rule": "linear_attention"} | MATRIX_MEMORY,
+    "swla": {"memory_rule": "swla"} | MATRIX_MEMORY,
 }
 
 
@@ -101,14 +104,6 @@ def test_each_number_of_selected_memories_equals_the_oracle(way, top_k):
 def test_the_oldest_memories_are_dropped(aggregation, initialization, most):
     layer = small_layer(aggregation, cache_initialization=initialization, cache_max_segments=most)
     assert_equals_oracle(layer, random_states(1, LENGTH), sizes=[7, 6, 10, 4])
-
-
-@pytest.mark.parametrize("most", [1, 2, 50], ids="at_most_{}".format)
-@pytest.mark.parametrize("initialization", ["checkpoint", "independent"])
-def test_the_oldest_blocks_are_dropped(initialization, most):
-    """Of the blocks of the binary expansion the last ones are read; 7 segments are three blocks."""
-    way = WAYS[f"logarithmic_{initialization}"]
-    assert_equals_oracle(small_layer(GRM, way, cache_max_segments=most), random_states(1, 7 * SEGMENT + 1))
 
 
 @pytest.mark.parametrize("backend", ["chunked", "recurrent"])
