@@ -77,6 +77,7 @@ bool forward(const Sizes& sizes, void* const* inputs, void* const* outputs, long
   const Problem<T> p(sizes, inputs);
   T* const* out = reinterpret_cast<T* const*>(outputs);
   T *output = out[0], *surprise = out[1], *starts = out[2];
+  if (starts) expect_use(starts, p.groups * p.chunks * p.state_size * sizeof(T));
   return for_each_group(p.groups, threads, [&](Arena& arena, long group) {
     Chunk<T> chunk(p);
     T* in_turn = nullptr;

@@ -13,7 +13,7 @@ class ChunkAdjoint : public Chunk<T> {
   using Base::a, Base::g, Base::slope, Base::bend, Base::x, Base::scores, Base::P, Base::read_slope;
   using Base::Wx, Base::Sx, Base::start_x, Base::forget_to, Base::k_rows, Base::q, Base::x_hat, Base::error;
   using Base::rstd, Base::read_x_hat, Base::read_rstd, Base::rows, Base::rows_A, Base::rows_E;
-  using Base::scale, Base::scaled_c, Base::scaled_d, Base::scaled_start;
+  using Base::scale, Base::scaled_c, Base::scaled_d, Base::scaled_start, Base::product;
 
  public:
   using Base::p, Base::L, Base::D, Base::group, Base::coefficients;
@@ -101,16 +101,16 @@ class ChunkAdjoint : public Chunk<T> {
     for (T* sums : {c_bar, d_bar}) std::fill(sums, sums + queries, T(0));
     for (long l = L - 1; l >= 0; --l) {
       const Layer& layer = p.layers[l];
-      multiply<T>({{g[l], tokens, true, r[l], queries, layer.out}}, b, queries, {product_bar, queries});
+      product({{g[l], tokens, true, r[l], queries, layer.out}}, b, queries, {product_bar, queries});
       each<T>(b * queries, [&](long i) {
         const Vec<T> bar = load(product_bar + i);
         store(A_bar + i, load(A_bar + i) - bar * load(scores[l] + i));
         store(product_bar + i, -bar * load(coefficients.read_A + i));
       });
       transpose(product_bar, queries, b, b_q, read_rows, tokens, tokens);
-      multiply<T>({{x[l], queries, false, read_rows, tokens, b_q}}, layer.in, tokens, {a_bar[l], tokens});
+      product({{x[l], queries, false, read_rows, tokens, b_q}}, layer.in, tokens, {a_bar[l], tokens});
       transpose(P[l], queries, b, b_q, read_rows, tokens, tokens);
-      multiply<T>({{r[l], queries, false, read_rows, tokens, b_q}}, layer.out, tokens, {g_bar[l], tokens});
+      product({{r[l], queries, false, read_rows, tokens, b_q}}, layer.out, tokens, {g_bar[l], tokens});
       T* x_bar = l ? r[l - 1] : q_bar;
       unread_state(l, state, x_bar);
       if (l) {
@@ -128,7 +128,7 @@ class ChunkAdjoint : public Chunk<T> {
     const T *W = state + layer.weights, *S = state + layer.momentum, *start = forget_to[l];
     const Term<T> attention{a[l], p.token_stride, false, product_bar, queries, p.length};
     if (layer.flipped) {
-      multiply<T>({attention}, layer.in, queries, {x_bar, queries});
+      product({attention}, layer.in, queries, {x_bar, queries});
       add_through(l, W, coefficients.read_c, T(1), c_bar, x_bar);
       add_through(l, S, coefficients.read_d, T(1), d_bar, x_bar);
       if (start) add_through(l, start, coefficients.forgotten, T(-1), c_bar, x_bar);
@@ -141,7 +141,7 @@ class ChunkAdjoint : public Chunk<T> {
         add_column_dots(start_x[l], r[l], T(-1), layer.out, queries, c_bar);
         scale_columns(r[l], coefficients.forgotten, layer.out, queries, scaled_start);
       }
-      multiply<T>({{W, stride, false, scaled_c, queries, layer.out},
+      product({{W, stride, false, scaled_c, queries, layer.out},
                    {S, stride, false, scaled_d, queries, layer.out},
                    {start, stride, false, scaled_start, queries, start ? layer.out : 0},
                    attention},
@@ -174,15 +174,15 @@ class ChunkAdjoint : public Chunk<T> {
       T *narrow_bar = inputs ? a_bar[l] : g_bar[l], *wide_bar = inputs ? g_bar[l] : a_bar[l];
       const T* wide = inputs ? g[l] : a[l];
       // A half of the state is (wide, narrow).
-      multiply<T>({{W_bar, layer.stride, true, wide, tokens, layer.rows}}, layer.columns, tokens, {through_W, tokens});
-      multiply<T>({{S_bar, layer.stride, true, wide, tokens, layer.rows}}, layer.columns, tokens, {through_S, tokens});
+      product({{W_bar, layer.stride, true, wide, tokens, layer.rows}}, layer.columns, tokens, {through_W, tokens});
+      product({{S_bar, layer.stride, true, wide, tokens, layer.rows}}, layer.columns, tokens, {through_S, tokens});
       add_column_dots(through_W, narrow, T(-1), layer.columns, tokens, end_A_bar);
       add_column_dots(through_S, narrow, T(-1), layer.columns, tokens, end_E_bar);
       add_scaled_columns(through_W, by_A, T(-1), layer.columns, tokens, narrow_bar);
       add_scaled_columns(through_S, by_E, T(-1), layer.columns, tokens, narrow_bar);
       scale_columns(narrow, by_A, layer.columns, tokens, through_W);
       scale_columns(narrow, by_E, layer.columns, tokens, through_S);
-      multiply<T>({{W_bar, layer.stride, false, through_W, tokens, layer.columns},
+      product({{W_bar, layer.stride, false, through_W, tokens, layer.columns},
                    {S_bar, layer.stride, false, through_S, tokens, layer.columns}},
                   layer.rows, tokens, {wide_bar, tokens, T(1), T(-1)});
       add_end(l, state, bar, end_bar);
@@ -295,10 +295,10 @@ class ChunkAdjoint : public Chunk<T> {
       const long stride = layer.stride;
       T *W_bar = bar + layer.weights, *S_bar = bar + layer.momentum;
       const T* wide = layer.flipped ? r[l] : x[l];
-      multiply<T>({{wide, queries, false, rows_d[l], stride, b_q}}, layer.rows, layer.columns,
+      product({{wide, queries, false, rows_d[l], stride, b_q}}, layer.rows, layer.columns,
                   {S_bar, stride, end.m, T(1), nullptr, nullptr, W_bar, end.d});
       if (forget_to[l]) {
-        multiply<T>({{wide, queries, false, rows_start[l], stride, b_q}}, layer.rows, layer.columns,
+        product({{wide, queries, false, rows_start[l], stride, b_q}}, layer.rows, layer.columns,
                     {forget_to_bar[l], stride, T(1)});
       }
       const Term<T> reading{wide, queries, false, rows_c[l], stride, b_q};
@@ -309,9 +309,9 @@ class ChunkAdjoint : public Chunk<T> {
       if (l) {
         const T* second = layer.flipped ? in_rows(p_bar[l - 1], layer, more_rows) : this->token_rows(false, l, more_rows);
         const Term<T> backward{layer.flipped ? g[l] : p_bar[l - 1], tokens, false, second, stride, b};
-        multiply<T>({reading, forward, backward}, layer.rows, layer.columns, {W_bar, stride, end.c});
+        product({reading, forward, backward}, layer.rows, layer.columns, {W_bar, stride, end.c});
       } else {
-        multiply<T>({reading, forward}, layer.rows, layer.columns, {W_bar, stride, end.c});
+        product({reading, forward}, layer.rows, layer.columns, {W_bar, stride, end.c});
       }
     }
   }

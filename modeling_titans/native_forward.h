@@ -4,7 +4,7 @@
 #pragma once
 
 #include "native_coefficients.h"
-#include "native_network.h"
+#include "native_rounded.h"
 
 namespace titans {
 
@@ -16,6 +16,7 @@ class Chunk {
   void cut(Cutter& cutter, bool backward) {
     const long b = p.length, tokens = p.token_stride, queries = p.query_stride, narrow = p.narrow_stride;
     coefficients.cut(cutter, b, p.queries);
+    product.cut(cutter, p);
     for (T** x : {&k, &v, &x_hat, &error}) *x = cutter.take<T>(D * tokens);
     for (T** x : {&q, &read_x_hat}) *x = cutter.take<T>(D * queries);
     k_rows = cutter.take<T>(b * padded<T>(D));
@@ -122,7 +123,7 @@ class Chunk {
     for (long l = 0; l < L; ++l) {
       const Layer& layer = p.layers[l];
       const T *W = state + layer.weights, *S = state + layer.momentum;
-      multiply<T>({{a[l], p.token_stride, true, x[l], queries, layer.in}}, b, queries, {scores[l], queries});
+      product({{a[l], p.token_stride, true, x[l], queries, layer.in}}, b, queries, {scores[l], queries});
       each<T>(b * queries, [&](long i) { store(P[l] + i, -load(coefficients.read_A + i) * load(scores[l] + i)); });
       T* z = l + 1 < L ? x[l + 1] : read_x_hat;
       const Term<T> attention{g[l], p.token_stride, false, P[l], queries, b};
@@ -130,7 +131,7 @@ class Chunk {
         scale_columns(x[l], coefficients.read_c, layer.in, queries, scaled_c);
         scale_columns(x[l], coefficients.read_d, layer.in, queries, scaled_d);
         if (forget_to[l]) scale_columns(x[l], coefficients.forgotten, layer.in, queries, scaled_start);
-        multiply<T>({{W, layer.stride, false, scaled_c, queries, layer.in},
+        product({{W, layer.stride, false, scaled_c, queries, layer.in},
                      {S, layer.stride, false, scaled_d, queries, layer.in},
                      {forget_to[l], layer.stride, false, scaled_start, queries, forget_to[l] ? layer.in : 0},
                      attention},
@@ -144,7 +145,7 @@ class Chunk {
           forth(l, forget_to[l], x[l], queries, {start_x[l], queries});
           add_scaled_columns(start_x[l], coefficients.forgotten, T(1), layer.out, queries, z);
         }
-        multiply<T>({attention}, layer.out, queries, {z, queries, T(1)});
+        product({attention}, layer.out, queries, {z, queries, T(1)});
       }
       if (l + 1 < L) activate(z, layer.out * queries, z, backward ? read_slope[l] : nullptr, nullptr);
     }
@@ -175,9 +176,9 @@ class Chunk {
                 coefficients.end_E(), T(-1));
       const T *wide = layer.flipped ? g[l] : a[l], *W = state + layer.weights, *S = state + layer.momentum;
       T* new_W = after + layer.weights;
-      multiply<T>({{wide, p.token_stride, false, rows_A, layer.stride, p.length}}, layer.rows, layer.columns,
+      product({{wide, p.token_stride, false, rows_A, layer.stride, p.length}}, layer.rows, layer.columns,
                   {new_W, layer.stride, end.c, T(1), nullptr, W, S, end.d});
-      multiply<T>({{wide, p.token_stride, false, rows_E, layer.stride, p.length}}, layer.rows, layer.columns,
+      product({{wide, p.token_stride, false, rows_E, layer.stride, p.length}}, layer.rows, layer.columns,
                   {after + layer.momentum, layer.stride, end.m, T(1), nullptr, S});
       if (forget_to[l]) {
         each<T>(layer.size, [&](long i) {
@@ -191,13 +192,13 @@ class Chunk {
   // W^T x of a layer with weights or momentum W.
   void forth(long l, const T* W, const T* x, long stride, const Result<T>& result) {
     const Layer& layer = p.layers[l];
-    multiply<T>({{W, layer.stride, !layer.flipped, x, stride, layer.in}}, layer.out, stride, result);
+    product({{W, layer.stride, !layer.flipped, x, stride, layer.in}}, layer.out, stride, result);
   }
 
   // W r.
   void back(long l, const T* W, const T* r, long stride, const Result<T>& result) {
     const Layer& layer = p.layers[l];
-    multiply<T>({{W, layer.stride, layer.flipped, r, stride, layer.out}}, layer.in, stride, result);
+    product({{W, layer.stride, layer.flipped, r, stride, layer.out}}, layer.in, stride, result);
   }
 
   // A layer's inputs or errors with tokens in rows (b, stride); ``room`` is used if they are not there already.
@@ -254,6 +255,7 @@ class Chunk {
   Coefficients<T> coefficients;
 
  protected:
+  Products<T> product;
   const T *scale = nullptr, *shift = nullptr;
   // Of keys: inputs and errors of layers, the slope of activations, the errors before it times the curvature.
   std::vector<T*> a, g, slope, bend;

@@ -39,8 +39,8 @@ def native_library(*defines: str) -> ctypes.CDLL:
     folder = Path(__file__).parent
     if not (folder / SOURCE).is_file():
         raise ImportError(
-            f'backend="native" needs {SOURCE} beside {Path(__file__).name}, which a checkpoint does not carry: install '
-            'the package transformers-titans, or take backend="chunked"'
+            f'backend="native" needs {SOURCE} beside {Path(__file__).name}, and a checkpoint carries Python alone: '
+            'install the package transformers-titans, or take backend="chunked"'
         )
     compiler = _compiler()
     command = [*compiler, *FLAGS, *_machine_flags(), *(f"-D{name}" for name in defines)]
@@ -57,10 +57,10 @@ def _compiler() -> list[str]:
     for candidate in [command] if command else (["c++"], ["g++"], ["clang++"]):
         if shutil.which(candidate[0]):
             return candidate
-    looked_for = f"$CXX, {' '.join(command)}," if command else "neither c++, g++ nor clang++"
+    missing = f"$CXX, {command[0]!r}, is not" if command else "neither c++, g++ nor clang++ is"
     raise ImportError(
-        f'backend="native" compiles C++ on first use, and {looked_for} {"is not" if command else "is"} on PATH: install '
-        'a C++17 compiler (Debian and Ubuntu: apt install g++; macOS: xcode-select --install), or take backend="chunked"'
+        f'backend="native" compiles C++ on first use, and {missing} on PATH: install a C++17 compiler (Debian and '
+        'Ubuntu: apt install g++; macOS: xcode-select --install), or take backend="chunked"'
     )
 
 

@@ -46,6 +46,30 @@ constexpr int rows_of_tile(int vectors) {
   return kRegisters == 32 ? std::array<int, 4>{16, 12, 8, 6}[vectors - 1] : std::array<int, 2>{8, 6}[vectors - 1];
 }
 
+// Puts a tile's sums where they belong.
+template <class T, int Rows, int Vectors>
+inline void put(Vec<T> (&sum)[Rows][Vectors], long row, long column, const Result<T>& result) {
+  using V = Vec<T>;
+  constexpr int n = kLanes<T>;
+  const long offset = row * result.stride + column;
+  T* c = result.c + offset;
+  const T* base = result.base ? result.base + offset : c;
+  const T* other = result.other ? result.other + offset : nullptr;
+#pragma GCC unroll 4
+  for (int j = 0; j < Vectors; ++j) {
+    V scale = filled(result.scale);
+    if (result.by_column) scale *= load(result.by_column + column + j * n);
+#pragma GCC unroll 16
+    for (int i = 0; i < Rows; ++i) {
+      const long at = i * result.stride + j * n;
+      V x = sum[i][j] * scale;
+      if (result.keep != 0) x += result.keep * load(base + at);
+      if (other) x += result.other_scale * load(other + at);
+      store(c + at, x);
+    }
+  }
+}
+
 template <class T, int Rows, int Vectors>
 void tile(const Term<T>* terms, int count, long row, long column, const Result<T>& result) {
   using V = Vec<T>;
@@ -80,62 +104,55 @@ void tile(const Term<T>* terms, int count, long row, long column, const Result<T
       }
     }
   }
-  const long offset = row * result.stride + column;
-  T* c = result.c + offset;
-  const T* base = result.base ? result.base + offset : c;
-  const T* other = result.other ? result.other + offset : nullptr;
-#pragma GCC unroll 4
-  for (int j = 0; j < Vectors; ++j) {
-    V scale = filled(result.scale);
-    if (result.by_column) scale *= load(result.by_column + column + j * n);
-#pragma GCC unroll 16
-    for (int i = 0; i < Rows; ++i) {
-      const long at = i * result.stride + j * n;
-      V x = sum[i][j] * scale;
-      if (result.keep != 0) x += result.keep * load(base + at);
-      if (other) x += result.other_scale * load(other + at);
-      store(c + at, x);
-    }
+  put<T, Rows, Vectors>(sum, row, column, result);
+}
+
+// How tiles of Vectors vectors in width cover ``rows`` rows: of nearly equal height, since a short last one would leave
+// most of the registers idle. ``tiles`` are functions by height.
+template <int Vectors, class Table, class... Arguments>
+void column_block(const Table& tiles, long rows, long column, const Arguments&... arguments) {
+  constexpr int most = rows_of_tile(Vectors);
+  const long num_tiles = (rows + most - 1) / most;
+  for (long i = 0, row = 0; i < num_tiles; ++i) {
+    const long height = rows / num_tiles + (i < rows % num_tiles);
+    tiles[height - 1](arguments..., row, column);
+    row += height;
+  }
+}
+
+// Covers (rows, columns) by tiles; Kernel<Rows, Vectors>::run(arguments..., row, column) computes one.
+template <class T, template <int, int> class Kernel, int Vectors, size_t... I, class... Arguments>
+void column_block_of(std::index_sequence<I...>, long rows, long column, const Arguments&... arguments) {
+  static constexpr std::array tiles{&Kernel<int(I) + 1, Vectors>::run...};
+  column_block<Vectors>(tiles, rows, column, arguments...);
+}
+
+template <class T, template <int, int> class Kernel, int Vectors, class... Arguments>
+void column_blocks(long rows, long column, long vectors, const Arguments&... arguments) {
+  constexpr auto heights = std::make_index_sequence<rows_of_tile(Vectors)>{};
+  for (; vectors >= Vectors; vectors -= Vectors, column += Vectors * kLanes<T>) {
+    column_block_of<T, Kernel, Vectors>(heights, rows, column, arguments...);
+  }
+  if constexpr (Vectors > 1) {
+    if (vectors) column_blocks<T, Kernel, Vectors - 1>(rows, column, vectors, arguments...);
   }
 }
 
 template <class T>
-using Tile = void (*)(const Term<T>*, int, long, long, const Result<T>&);
-
-template <class T, int Vectors, size_t... I>
-constexpr std::array<Tile<T>, sizeof...(I)> tiles_of(std::index_sequence<I...>) {
-  return {tile<T, int(I) + 1, Vectors>...};
-}
-
-template <class T, int Vectors>
-void column_block(const Term<T>* terms, int count, long rows, long column, const Result<T>& result) {
-  constexpr int most = rows_of_tile(Vectors);
-  static constexpr auto tiles = tiles_of<T, Vectors>(std::make_index_sequence<most>{});
-  // Tiles of nearly equal height: a short last one would leave most of the registers idle.
-  const long num_tiles = (rows + most - 1) / most;
-  for (long i = 0, row = 0; i < num_tiles; ++i) {
-    const long height = rows / num_tiles + (i < rows % num_tiles);
-    tiles[height - 1](terms, count, row, column, result);
-    row += height;
-  }
-}
+struct Plain {
+  template <int Rows, int Vectors>
+  struct Kernel {
+    static void run(const Term<T>* const& terms, const int& count, const Result<T>& result, long row, long column) {
+      tile<T, Rows, Vectors>(terms, count, row, column, result);
+    }
+  };
+};
 
 // The sum of products of ``terms``, (rows, columns), put into ``result``; columns are padded to whole vectors.
 template <class T>
 void multiply(const Term<T>* terms, int count, long rows, long columns, const Result<T>& result) {
   const long vectors = padded<T>(columns) / kLanes<T>;
-  for (long done = 0; done < vectors;) {
-    const long column = done * kLanes<T>, left = std::min<long>(vectors - done, kMaxVectors);
-    switch (left) {
-      case 1: column_block<T, 1>(terms, count, rows, column, result); break;
-      case 2: column_block<T, 2>(terms, count, rows, column, result); break;
-#if defined(__AVX512F__) || defined(__aarch64__)
-      case 3: column_block<T, 3>(terms, count, rows, column, result); break;
-      default: column_block<T, 4>(terms, count, rows, column, result); break;
-#endif
-    }
-    done += left;
-  }
+  column_blocks<T, Plain<T>::template Kernel, kMaxVectors>(rows, 0, vectors, terms, count, result);
 }
 
 // Products that are summed in one chain; of more of them, sums are added up: less is lost to rounding, and the rows of

@@ -217,8 +217,18 @@ void copy_rows(const T* from, long from_stride, long rows, long columns, T* to, 
   }
 }
 
-// One block of memory that buffers are cut from; large pages where the system has them, since each page that is
-// touched first costs as much as a thousand products.
+// Asks for large pages where memory is about to be filled: a page that is touched first costs as much as ten thousand
+// products.
+inline void expect_use([[maybe_unused]] void* begin, [[maybe_unused]] size_t bytes) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+  constexpr uintptr_t large = uintptr_t(1) << 21;
+  const uintptr_t first = (reinterpret_cast<uintptr_t>(begin) + large - 1) / large * large;
+  const uintptr_t end = (reinterpret_cast<uintptr_t>(begin) + bytes) / large * large;
+  if (first < end) madvise(reinterpret_cast<void*>(first), end - first, MADV_HUGEPAGE);
+#endif
+}
+
+// One block of memory that buffers are cut from.
 class Arena {
  public:
   Arena() = default;
@@ -235,9 +245,7 @@ class Arena {
       block_ = static_cast<char*>(std::aligned_alloc(unit, bytes));
       size_ = block_ ? bytes : 0;
       if (!block_) throw std::bad_alloc();
-#if defined(__linux__) && defined(MADV_HUGEPAGE)
-      if (unit == large) madvise(block_, bytes, MADV_HUGEPAGE);
-#endif
+      expect_use(block_, bytes);
     }
 #ifdef TITANS_POISON
     std::memset(block_, 0xff, size_);
