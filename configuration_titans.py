@@ -19,17 +19,19 @@ AUTO_MAP = {
 
 # Each field of fixed words: (what it may say, what this version can build).
 BACKENDS = ("auto", "triton", "chunked", "compiled", "native", "recurrent")
+CACHING = (None, "residual", "grm", "soup", "ssc", "average")
+RULES = ("titans", "dla", "linear_attention", "swla")
 CHOICES = {
     "variant": (("lmm", "mal", "mag", "mac"), ("lmm", "mal", "mag", "mac")),
     "memory_gating": (("silu", "sigmoid"), ("silu", "sigmoid")),
-    "memory_rule": (("titans", "dla", "linear_attention", "swla"), ("titans",)),
+    "memory_rule": (RULES, RULES),
     "memory_gate_granularity": (("token", "chunk"), ("token", "chunk")),
     "memory_forget_to": (("zero", "start"), ("zero", "start")),
     "memory_backend": (BACKENDS, BACKENDS),
-    "memory_caching": ((None, "residual", "grm", "soup", "ssc", "average"), (None,)),
-    "cache_initialization": (("checkpoint", "independent"), ("checkpoint",)),
-    "cache_segmentation": (("constant", "logarithmic"), ("constant",)),
-    "connector": (("projection", "query"), ("projection",)),
+    "memory_caching": (CACHING, CACHING),
+    "cache_initialization": (("checkpoint", "independent"), ("checkpoint", "independent")),
+    "cache_segmentation": (("constant", "logarithmic"), ("constant", "logarithmic")),
+    "connector": (("projection", "query"), ("projection", "query")),
 }
 
 # Those whose frequencies do not depend on the length of the text.
@@ -85,7 +87,14 @@ class TitansConfig(PreTrainedConfig):
             Tokens whose inner gradients are taken at the same weights (Titans eq. 16). Smaller chunks follow the
             sequence more closely and cost more time and memory.
         memory_rule (`str`, *optional*, defaults to `"titans"`):
-            How the memory learns.
+            How the memory learns, and with which of the gates theta (step size), alpha (forgetting) and eta; fields of
+            gates that a rule has not are without effect. `"titans"`: by gradients of |M(k) - v|^2, with theta, alpha
+            and eta, the decay of past surprise. `"dla"` (Memory Caching eq. 30): by gradients of -<M(k), v>, with
+            theta; `memory_depth` >= 2. `"linear_attention"` (Titans eq. 4): a matrix adds up pairs, without gates.
+            `"swla"` (Memory Caching eq. 28): a matrix that adds the pairs of the last two tokens at each token, its
+            own with theta, the one before with eta, both up to `memory_max_lr` (without `memory_momentum` its own
+            alone), and forgets by alpha. The last two need `memory_depth=1`, `memory_residual=False` and
+            `memory_norm=False`, and start at zero weights.
         memory_momentum (`bool`, *optional*, defaults to `True`):
             Whether past surprise is carried on (Titans eq. 10). If not, eta = 0.
         memory_forgetting (`bool`, *optional*, defaults to `True`):
@@ -111,17 +120,26 @@ class TitansConfig(PreTrainedConfig):
         memory_conv_kernel_size (`int`, *optional*, defaults to 4):
             Width of the causal depthwise convolution on queries, keys and values; 0 for none.
         memory_caching (`str`, *optional*):
-            Aggregation of kept memories (Memory Caching, arXiv 2602.24281); `None` for no caching.
+            How the memories kept at the ends of segments are read beside the running one (Memory Caching, arXiv
+            2602.24281): `"residual"`, their sum; `"grm"`, a sum gated by how well token and segment fit; `"soup"`,
+            one network of gated weights; `"ssc"`, as `"grm"` of the `cache_top_k` that fit best; `"average"`, their
+            mean, without parameters, for a model trained without caching. `None` for no caching.
         cache_segment_length (`int`, *optional*, defaults to 256):
             Tokens in a caching segment, a multiple of `memory_chunk_size`.
         cache_initialization (`str`, *optional*, defaults to `"checkpoint"`):
-            What a caching segment starts from.
+            What a caching segment starts from: `"checkpoint"`, the memory at the end of the last one; `"independent"`,
+            the start state, in training all segments at once.
         cache_segmentation (`str`, *optional*, defaults to `"constant"`):
-            How caching segments grow.
+            `"constant"`: a memory is kept for each segment. `"logarithmic"`: for each binary digit of their number
+            (37 = 32 + 4 + 1), of a block of so many segments; with `"grm"` this is Log-Linear++.
         cache_top_k (`int`, *optional*, defaults to 2):
-            Kept memories that `memory_caching="ssc"` reads.
+            Kept memories that each token and head reads with `memory_caching="ssc"`, beside the running one.
+        cache_max_segments (`int`, *optional*):
+            At most so many memories are kept, and the oldest one is dropped for the next; `None` for no bound. Only
+            for constant segmentation: logarithmic segmentation keeps one for each binary digit.
         connector (`str`, *optional*, defaults to `"projection"`):
-            How a token is compared with kept memories.
+            How a token is compared with segments in `grm`, `soup` and `ssc` (Memory Caching eq. 10): by a learned
+            projection of its own, or by its `"query"`, which needs no parameters.
 
     Raises:
         StrictDataclassError: (huggingface_hub's) if a field has a type or value that is not allowed, or one that this
@@ -185,6 +203,7 @@ class TitansConfig(PreTrainedConfig):
     cache_initialization: str = "checkpoint"
     cache_segmentation: str = "constant"
     cache_top_k: int = 2
+    cache_max_segments: int | None = None
     connector: str = "projection"
 
     def __post_init__(self, **kwargs):
@@ -291,11 +310,31 @@ class TitansConfig(PreTrainedConfig):
             )
 
     def validate_memory(self):
-        """Part of `@strict`-powered validation: the ranges of the memory's gates."""
+        """Part of `@strict`-powered validation: the ranges of the memory's gates, and what its rule needs."""
         if not 0 < self.memory_max_lr < math.inf:
             raise ValueError(f"memory_max_lr must be > 0 and finite, got {self.memory_max_lr}")
         if not 0 < self.memory_max_forget < 1:
             raise ValueError(f"memory_max_forget must be > 0 and < 1, got {self.memory_max_forget}")
+        if self.cache_max_segments is not None:
+            if self.cache_max_segments < 1:
+                raise ValueError(f"cache_max_segments must be >= 1 or None, got {self.cache_max_segments}")
+            if self.cache_segmentation != "constant":
+                raise ValueError(
+                    f"cache_max_segments must be None with cache_segmentation={self.cache_segmentation!r}, "
+                    f"which keeps few memories as it is, got {self.cache_max_segments}"
+                )
+        if self.memory_rule == "dla" and self.memory_depth < 2:
+            raise ValueError(
+                f"memory_rule='dla' needs memory_depth >= 2, got {self.memory_depth}; at depth 1 take "
+                "'linear_attention' or 'swla'"
+            )
+        if self.memory_rule in ("linear_attention", "swla"):
+            for name, needed in (("memory_depth", 1), ("memory_residual", False), ("memory_norm", False)):
+                if getattr(self, name) != needed:
+                    raise ValueError(
+                        f"memory_rule={self.memory_rule!r} needs {name}={needed}, got {getattr(self, name)}; set "
+                        "memory_depth=1, memory_residual=False, memory_norm=False"
+                    )
         if self.cache_segment_length % max(self.memory_chunk_size, 1):
             if self.memory_caching is not None:
                 raise ValueError(

@@ -124,23 +124,25 @@ def recorded_launches(target: int, config: list[int] | None) -> Iterator[list[La
         yield launches
 
 
-def launches_of(target: int, config: list[int] | None = None, **sizes) -> dict[str, Launch]:
+def launches_of(target: int, config: list[int] | None = None, rule: str = "titans", **sizes) -> dict[str, Launch]:
     """One launch of each kernel, by name: of a forward and backward over two chunks, and of a decoding step.
 
     Args:
         config: a `LaunchConfig`'s fields; None: each kernel's default.
-        sizes: as for `random_inputs`.
+        rule: the memory's. sizes: as for `random_inputs`.
     """
     triton_scan, decode = op_module("memory_ops_triton").triton_scan, op_module("triton_decode").decode
     sizes = {**DEFAULT_SIZES, **sizes}
-    inputs = random_inputs(num_chunks=2, **sizes)
+    inputs, opened = random_inputs(num_chunks=2, **sizes), random_inputs(num_chunks=1, **sizes)
     step = random_inputs(num_chunks=1, num_queries=1, **sizes)
+    if op_module("scan_inputs").RULES[rule].linear:
+        inputs, opened, step = (t._replace(norm_weight=None, norm_bias=None) for t in (inputs, opened, step))
     with recorded_launches(target, config) as launches:
-        triton_scan(random_inputs(num_chunks=1, **sizes), scan_options(inputs, write=False))
+        triton_scan(opened, scan_options(inputs, write=False, rule=rule))
         for tensor in (inputs.q, inputs.k, inputs.v, *inputs.weights):
             tensor.requires_grad_()
-        triton_scan(inputs, scan_options(inputs)).output.sum().backward()
-        decode(step, scan_options(step, write=False), torch.zeros(2, dtype=torch.int32))
+        triton_scan(inputs, scan_options(inputs, rule=rule)).output.sum().backward()
+        decode(step, scan_options(step, write=False, rule=rule), torch.zeros(2, dtype=torch.int32))
     return {kernel_name(launch.function): launch for launch in launches}
 
 
@@ -275,6 +277,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--memories", nargs="+", choices=list(MEMORIES))
     parser.add_argument("--targets", nargs="+", type=int, choices=TARGETS)
     parser.add_argument("--config", nargs="+", type=int, metavar="N", help="tile, warps, stages, tokens; for all")
+    parser.add_argument("--rule", help="how the memory learns; without: titans")
     parser.add_argument("--dtype", type=lambda name: getattr(torch, name), help="of q, k and v")
     parser.add_argument("--head-dim", type=int)
     parser.add_argument("--chunk-size", type=int)

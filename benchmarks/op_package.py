@@ -96,8 +96,9 @@ def random_inputs(
     )
 
 
-def scan_options(inputs, write: bool = True):
-    """`ScanOptions` for inputs of `random_inputs`."""
-    return op_module("scan_inputs").ScanOptions(
-        depth=len(inputs.weights), residual=True, norm_eps=1e-6, write=write, restart_at=frozenset(), surprise=False
-    )
+def scan_options(inputs, write: bool = True, rule: str = "titans"):
+    """`ScanOptions` for inputs of `random_inputs`; a matrix memory has no residual."""
+    module = op_module("scan_inputs")
+    facts = {"write": write, "restart_at": frozenset(), "surprise": False, "rule": module.RULES[rule]}
+    residual = not module.RULES[rule].linear
+    return module.ScanOptions(depth=len(inputs.weights), residual=residual, norm_eps=1e-6, **facts)

@@ -15,7 +15,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicCache
 
 from .call_plan import Columns, Progress
 from .layer_state import VARIANT_GEOMETRY, TitansLayerState
-from .memory_state import iterate_tensors, map_tensors
+from .memory_state import iterate_leaves, iterate_tensors, map_tensors
 from .state_loading import counts_of, state_from_tensors
 
 
@@ -34,6 +34,7 @@ class TitansCacheLayer(CacheLayerMixin):
             None stands for the start state.
         columns: columns fed, padding included.
         record_past: whether inputs are being kept.
+        kept_device: where the weights of kept memories lie, or None: with the others.
     """
 
     is_croppable = True
@@ -46,6 +47,7 @@ class TitansCacheLayer(CacheLayerMixin):
         self.marks: list[tuple[int, TitansLayerState | None]] = [(0, None)]
         self.columns = 0
         self.record_past = False
+        self.kept_device: torch.device | None = None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         raise NotImplementedError("a Titans layer's state is initialised by its first forward")
@@ -60,7 +62,7 @@ class TitansCacheLayer(CacheLayerMixin):
 
     def advance(self, state: TitansLayerState, num_columns: int, inputs: torch.Tensor | None) -> None:
         """Stores the state after a call; ``inputs`` (B, T, hidden_size) are needed while past recording is on."""
-        self.state = map_tensors(_owned, state)
+        self.state = self._settled(state)
         self.columns += num_columns
         self.is_initialized = True
         if self.record_past:
@@ -79,8 +81,18 @@ class TitansCacheLayer(CacheLayerMixin):
 
     def replayed(self, state: TitansLayerState) -> None:
         """Stores the state that reading the inputs behind the last mark again has given."""
-        self.state = map_tensors(_owned, state)
+        self.state = self._settled(state)
         self.rebase()
+
+    def _settled(self, state: TitansLayerState) -> TitansLayerState:
+        state = map_tensors(_owned, state)
+        if self.kept_device is None or state.memory.kept is None:
+            return state
+        memory, segment = (
+            part and part._replace(kept=part.kept.weights_to(self.kept_device))
+            for part in (state.memory, state.segment)
+        )
+        return state._replace(memory=memory, segment=segment)
 
     def activate_past_recording(self) -> None:
         if not self.record_past:
@@ -147,12 +159,17 @@ class TitansCache(DynamicCache):
     """The memory of a sequence: what each layer has learned from the tokens so far.
 
     Made by `generate()` or by a forward with ``use_cache=True``, passed back as ``cache=``; a call advances it in
-    place. Its size does not depend on how many tokens it has read. It can be rolled back (`crop`) to any point after
+    place. Its size does not depend on how many tokens it has read, except for the memories that memory caching keeps:
+    one for each segment, or for each binary digit of their number, or at most `cache_max_segments`, and then the
+    oldest one is dropped for the next. It can be rolled back (`crop`) to any point after
     `activate_past_recording`, exactly; reordered, repeated and selected by rows; detached, copied
     (`copy.deepcopy`), moved, and kept on disk.
 
     Args:
         config: the model's `TitansConfig`.
+        kept_device: where the weights of kept memories lie after each call, for instance "cpu" to leave a GPU's memory
+            to the rest: they are moved where they are read, with `memory_caching="ssc"` only those that a token has
+            selected. None: with everything else.
 
     Attributes:
         progress: tokens seen and last position of each row, or None before the first call.
@@ -161,11 +178,14 @@ class TitansCache(DynamicCache):
 
     model_type = "titans"
 
-    def __init__(self, config):
-        self._setup({name: getattr(config, name) for name in VARIANT_GEOMETRY[config.variant]})
+    def __init__(self, config, kept_device: str | torch.device | None = None):
+        self._setup({name: getattr(config, name) for name in VARIANT_GEOMETRY[config.variant]}, kept_device)
 
-    def _setup(self, geometry: dict) -> None:
+    def _setup(self, geometry: dict, kept_device: str | torch.device | None) -> None:
         layers = [TitansCacheLayer() for _ in range(geometry["num_hidden_layers"])]
+        if kept_device is not None:
+            for layer in layers:
+                layer.kept_device = torch.device(kept_device)
         # Past DynamicCache's constructor, which would build layers of keys and values.
         super(DynamicCache, self).__init__(layers=layers)
         self.geometry = geometry
@@ -180,8 +200,14 @@ class TitansCache(DynamicCache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors held. Constant in the number of tokens read, unless past recording is on."""
-        return sum(t.numel() * t.element_size() for _, t in iterate_tensors(self._tree()))
+        """Bytes of all tensors held, each counted once. Constant in the number of tokens read, unless past recording
+        is on, or memory caching: then `kept_nbytes` of it grow."""
+        return _nbytes(t for _, t in iterate_tensors(self._tree()))
+
+    @property
+    def kept_nbytes(self) -> int:
+        """Bytes of the memories that memory caching has kept, and of their keys."""
+        return _nbytes(t for name, t in iterate_tensors(self._tree()) if ".kept." in name)
 
     @property
     def is_recording(self) -> bool:
@@ -319,6 +345,7 @@ class TitansCache(DynamicCache):
             "columns": self.get_seq_length(),
             "recording": self.is_recording,
             "marks": [offset for offset, _ in self.layers[0].marks],
+            "kept": {name: n for name, n in iterate_leaves(self._tree()) if isinstance(n, int) and ".kept." in name},
         }
         handle, temporary = tempfile.mkstemp(dir=directory, suffix=".tmp")
         os.close(handle)
@@ -331,13 +358,16 @@ class TitansCache(DynamicCache):
             raise
 
     @classmethod
-    def from_pretrained(cls, path: str | os.PathLike, config=None, device="cpu") -> "TitansCache":
+    def from_pretrained(
+        cls, path: str | os.PathLike, config=None, device="cpu", kept_device: str | torch.device | None = None
+    ) -> "TitansCache":
         """Reads a cache that `save_pretrained` wrote.
 
         Args:
             path: the directory, or the file itself.
             config: a `TitansConfig` that the cache must fit; a model checks this again when it is given the cache.
             device: where to put the tensors.
+            kept_device: as for the constructor; from the next call on.
 
         Raises:
             ValueError: naming what is wrong: no such file, not a Titans cache, damaged, or of another model.
@@ -347,7 +377,7 @@ class TitansCache(DynamicCache):
         cache = cls.__new__(cls)
         try:
             geometry = meta["geometry"]
-            cache._setup({name: geometry[name] for name in VARIANT_GEOMETRY[geometry["variant"]]})
+            cache._setup({name: geometry[name] for name in VARIANT_GEOMETRY[geometry["variant"]]}, kept_device)
             if config is not None:
                 cache.check(config)
             cache._load_tree(tensors, meta)
@@ -359,7 +389,7 @@ class TitansCache(DynamicCache):
         return tuple(layer.tree() for layer in self.layers), self.progress, self.base_progress, self.recorded
 
     def _load_tree(self, tensors: dict[str, torch.Tensor], meta: dict) -> None:
-        tree = _nest(tensors)
+        tree = _nest(tensors | meta["kept"])
         self.progress = Progress(**tree["1"])
         self.base_progress = Progress(**tree["2"]) if "2" in tree else None
         self.recorded = Columns(**tree["3"]) if "3" in tree else None
@@ -388,6 +418,11 @@ class TitansCache(DynamicCache):
     def _map_rows(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
         rows = (self.progress, self.base_progress, self.recorded)
         self.progress, self.base_progress, self.recorded = map_tensors(fn, rows)
+
+
+def _nbytes(tensors) -> int:
+    """Bytes of tensors, of which some may be one and the same."""
+    return sum({(t.data_ptr(), t.shape): t.numel() * t.element_size() for t in tensors}.values())
 
 
 def _equal(one: list, other: list) -> bool:
@@ -424,7 +459,7 @@ def _read_file(file: Path, device) -> tuple[dict[str, torch.Tensor], dict]:
         raise ValueError(f"{file} is damaged and cannot be read as a Titans memory: {error}") from error
 
 
-def _nest(tensors: dict[str, torch.Tensor]) -> dict:
+def _nest(tensors: dict[str, torch.Tensor | int]) -> dict:
     tree: dict = {}
     for name, tensor in tensors.items():
         *path, leaf = name.split(".")

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from .chunk_coefficients import EndCoefficients, ReadCoefficients, chunk_coefficients, chunk_coefficients_adjoint
+from .chunk_coefficients import EndCoefficients, ReadCoefficients, chunk_coefficients_adjoint
 from .chunk_forward import Ends, ReadTerms, Scan, as_asked, read, spans_of, take_span
 from .inner_network import (
     Factors,
@@ -21,6 +21,7 @@ from .inner_network import (
     inner_gradient,
     inner_gradient_adjoint,
 )
+from .memory_soup import own_part_adjoint
 from .scan_inputs import ScanInputs, ScanOptions
 
 
@@ -28,10 +29,11 @@ class SpanGradients(NamedTuple):
     """Gradients of what a span is given.
 
     Attributes:
-        tokens: of q, k, v, theta, alpha and eta, as `ScanInputs` has them.
+        tokens: of q, k, v, theta, alpha and eta, as `ScanInputs` has them, and of ``mix`` if it is given.
         norm: of LN's scale and shift (G, 1, D), or [].
         forget_to: per layer (G, D_in, D_out), or [].
         start: of the pairs in which a row restarts, or [].
+        kept: per layer (G, K, D_in, D_out), or [].
         state: of the pairs before the span.
     """
 
@@ -39,6 +41,7 @@ class SpanGradients(NamedTuple):
     norm: list[torch.Tensor]
     forget_to: list[torch.Tensor]
     start: list[torch.Tensor]
+    kept: list[torch.Tensor]
     state: list[torch.Tensor]
 
 
@@ -74,20 +77,21 @@ def scan_backward(
         state_bar = [torch.zeros_like(x[0]) for x in starts[0]]
     else:
         state_bar = scan.join(state_bar[:depth], state_bar[depth:])
-    tokens = [torch.empty_like(t) for t in list(inputs)[:6]]
-    sums: list[list[torch.Tensor]] = [[], [], []]
+    tokens = [torch.empty_like(t) for t in (*list(inputs)[:6], inputs.mix) if t is not None]
+    sums: list[list[torch.Tensor]] = [[], [], [], []]
     for at, span_starts in zip(reversed(spans_of(inputs, options)), reversed(starts), strict=True):
         span = take_span(inputs, options, at)
         grads = as_asked(backward_span, *span)(*span, span_starts, output_bar[at], state_bar)
         for store, bar in zip(tokens, grads.tokens, strict=True):
             store[at] = bar
-        for i, bars in enumerate(grads[1:4]):
+        for i, bars in enumerate(grads[1:5]):
             sums[i] = [x.add_(y) for x, y in zip(sums[i], bars, strict=True)] if sums[i] else bars
         state_bar = grads.state
-    norm, forget_to, start = sums
-    forget_to, norm = forget_to or [None] * depth, norm or [None] * 2
+    norm, forget_to, start, kept = sums
+    forget_to, kept, norm = forget_to or [None] * depth, kept or [None] * depth, norm or [None] * 2
     start = scan.split(start) if start else [None] * (2 * depth)
-    return [*tokens, None, None, *norm, *scan.split(state_bar), *forget_to, *start]
+    mix = tokens[6:] or [None]
+    return [*tokens[:6], None, None, *norm, *scan.split(state_bar), *forget_to, *start, *kept, *mix]
 
 
 def backward_span(
@@ -115,11 +119,12 @@ class _Backward:
 
         self.norm = zeros((inputs.norm_weight, inputs.norm_bias))
         self.forget_to, self.start = zeros(inputs.forget_to), zeros(scan.start)
+        self.kept, self.mix = [], zeros((inputs.mix,))
 
     def run(self, output_bar: torch.Tensor, state_bar: list[torch.Tensor]) -> SpanGradients:
         scan, inputs, num_chunks = self.scan, self.inputs, self.inputs.k.shape[0]
         gates = (inputs.theta, inputs.alpha, inputs.eta)
-        coefficients = chunk_coefficients(*gates, inputs.q.shape[-2], inputs.full)
+        coefficients = scan.coefficients()
         ends, network = Ends.of(coefficients.end), scan.network(num_chunks)
         state = [self.products.operand(x.flatten(0, 1)) for x in self.starts]
         weights = [pair.weights(x) for pair, x in zip(scan.pairs, state, strict=True)]
@@ -138,14 +143,17 @@ class _Backward:
         c_bar, d_bar = unread.coefficients.unflatten(0, (num_chunks, -1)).unbind(-1)
         read_bar = ReadCoefficients(c_bar, d_bar, unread.A.unflatten(0, (num_chunks, -1)))
         end_bar = EndCoefficients(*_stack_reversed(end_bars)) if scan.options.write else None
+        if terms.soup is not None:
+            read_bar, own_bar = own_part_adjoint(coefficients.read, inputs.mix[..., 0], read_bar)
+            self.mix[0][..., 0] += own_bar
         gate_bars = chunk_coefficients_adjoint(*gates, inputs.full, coefficients.products, read_bar, end_bar)
-        tokens_bar = [q_bar.view_as(inputs.q), *_stack_reversed(token_bars), *gate_bars]
-        return SpanGradients(tokens_bar, self.norm, self.forget_to, self.start, state_bar)
+        tokens_bar = [q_bar.view_as(inputs.q), *_stack_reversed(token_bars), *gate_bars, *self.mix]
+        return SpanGradients(tokens_bar, self.norm, self.forget_to, self.start, self.kept, state_bar)
 
     def _add_norm(self, weight: torch.Tensor | None, bias: torch.Tensor | None) -> None:
         """Adds gradients (n * G, 1, D)."""
-        if weight is not None:
-            for store, bar in zip(self.norm, (weight, bias), strict=True):
+        for store, bar in zip(self.norm, (weight, bias), strict=False):
+            if bar is not None:
                 store += bar.unflatten(0, (-1, store.shape[0])).sum(0)
 
     def _unread(self, network: InnerNetwork, terms: ReadTerms, state, factors: Factors, output_bar: torch.Tensor):
@@ -174,18 +182,29 @@ class _Backward:
             products.add_(x_bar, scores_bar, a)
             if terms.forget_to is not None:
                 self._unforget_read(terms, layer, x, r_bar, x_bar, coefficients_bar)
+            if terms.soup is not None:
+                self._unmix(terms, layer, x, r_bar, x_bar)
             r_bar = x_bar.mul_(done.hidden[layer - 1].slope) if layer else x_bar
         q_bar = r_bar + output_bar if network.residual else r_bar
         return _Unread(coefficients_bar, A_bar, a_bar, g_bar, state_bar), q_bar
 
     def _unforget_read(self, terms: ReadTerms, layer: int, x, r_bar, x_bar, coefficients_bar) -> None:
-        """Adds what comes through (1 - c) x W_0 to x_bar and to c's gradient."""
+        """Adds what comes through (1 - c) x W_0 to x_bar and to c's gradient; in a mixture, 1 is a share."""
         through = self.products.mm(r_bar, terms.forget_to[layer].mT)
-        coefficients_bar[..., 0] -= torch.linalg.vecdot(x, through)
+        forgotten_bar = torch.linalg.vecdot(x, through)
+        coefficients_bar[..., 0] -= forgotten_bar
+        if terms.soup is not None:
+            self.mix[0][..., 0] += forgotten_bar.unflatten(0, (len(self.inputs.q), -1))
         x_bar.addcmul_(terms.forgotten, through)
         bar = self.products.mm((terms.forgotten * x).mT, r_bar)
         store = self.forget_to[layer]
         store += bar.unflatten(0, (-1, store.shape[0])).sum(0)
+
+    def _unmix(self, terms: ReadTerms, layer: int, x, r_bar, x_bar) -> None:
+        """Adds what comes through the kept weights to x_bar and to the shares' gradients."""
+        shares_bar, bar = terms.soup.adjoint(self.products, layer, x, r_bar, x_bar)
+        self.mix[0][..., 1:] += shares_bar
+        self.kept.insert(0, bar.view_as(self.inputs.kept[layer]))
 
     def _chunk(self, ends: Ends, n: int, chunks: "_Chunks", state_bar: list):
         """Back through a chunk's update and inner gradient: ``state_bar`` becomes that of the state before it.

@@ -9,6 +9,11 @@ They follow from unrolling Titans, eq. 13-14, with u_i taken at the chunk's star
 formed as products over the segment itself: neither ratios nor logarithms, hence exact where a gate is 0, and so are
 their gradients.
 
+Where the write *slides* over the last two tokens (`swla`; Memory Caching, eq. 28) a token's weights take the pair
+before it with eta_t, and S_t is its own pair: E_{t,i} = [i = t], m = 0, and with L_{t,s} = prod_{s<j<=t} (1 - alpha_j)
+
+    A_{t,i} = L_{t,i} theta_i + L_{t,i+1} eta_{i+1}          d_t = L_{t,1} eta_1
+
 Shapes: b tokens in a chunk, of which the last b_q are read; "..." are any leading dimensions.
 """
 
@@ -41,11 +46,11 @@ class GateProducts(NamedTuple):
 
     Attributes:
         kept: prod_{s<j<=t} (1 - alpha_j) at [t, s].
-        momentum: prod_{i<j<=t} eta_j at [t, i].
+        momentum: prod_{i<j<=t} eta_j at [t, i]; None where the write slides.
     """
 
     kept: torch.Tensor
-    momentum: torch.Tensor
+    momentum: torch.Tensor | None
 
 
 class ChunkCoefficients(NamedTuple):
@@ -57,19 +62,36 @@ class ChunkCoefficients(NamedTuple):
 
 
 def chunk_coefficients(
-    theta: torch.Tensor, alpha: torch.Tensor, eta: torch.Tensor, num_queries: int, full: torch.Tensor | None
+    theta: torch.Tensor,
+    alpha: torch.Tensor,
+    eta: torch.Tensor,
+    num_queries: int,
+    full: torch.Tensor | None,
+    sliding: bool = False,
 ) -> ChunkCoefficients:
     """The coefficients of chunks of b tokens; their derivative is `chunk_coefficients_adjoint`.
 
     Args:
-        theta, alpha, eta: step size, forgetting and momentum decay, (..., b).
+        theta, alpha, eta: step size, forgetting and momentum decay, (..., b); where the write slides, the weight of
+            the token's own pair, forgetting, and the weight of the pair before it.
         num_queries: b_q, the last tokens of each chunk that are read.
         full: (...) bool, chunks whose update takes place; elsewhere the update is the identity. None: all of them.
+        sliding: whether the write slides over the last two tokens.
     """
-    products = GateProducts(_segment_products(1 - alpha), _segment_products(eta))
-    E, m, c = _outer_coefficients(products, theta, alpha, eta)
-    A, d = products.kept @ E, (products.kept @ m.unsqueeze(-1)).squeeze(-1)
-    end = EndCoefficients(c[..., -1], d[..., -1], m[..., -1], A[..., -1, :], E[..., -1, :])
+    kept = _segment_products(1 - alpha)
+    c = kept[..., 0] * (1 - alpha[..., :1])
+    if sliding:
+        momentum, E, m = None, torch.zeros_like(theta), torch.zeros_like(c[..., 0])
+        E[..., -1] = 1
+        # At [t, s]: what W_t has of the pair in front of token s.
+        before = kept * eta.unsqueeze(-2)
+        A, d = torch.addcmul(F.pad(before[..., 1:], (0, 1)), kept, theta.unsqueeze(-2)), before[..., 0]
+    else:
+        momentum = _segment_products(eta)
+        E, m = _past_coefficients(momentum, theta, eta)
+        A, d = kept @ E, (kept @ m.unsqueeze(-1)).squeeze(-1)
+        E, m = E[..., -1, :], m[..., -1]
+    end, products = EndCoefficients(c[..., -1], d[..., -1], m, A[..., -1, :], E), GateProducts(kept, momentum)
     if full is not None:
         identity = EndCoefficients(1.0, 0.0, 1.0, 0.0, 0.0)
         end = EndCoefficients(*(torch.where(_like(full, x), x, i) for x, i in zip(end, identity, strict=True)))
@@ -90,14 +112,13 @@ def chunk_coefficients_adjoint(
 
     Args:
         theta, alpha, eta, full: what `chunk_coefficients` was given.
-        products: what it returned.
+        products: what it returned; they say whether the write slides.
         read_bar, end_bar: an outer loss's gradients by the coefficients; ``end_bar`` None: no update took place.
 
     Returns:
         The gradients of theta, alpha and eta, (..., b).
     """
     kept, momentum = products
-    E, m, _ = _outer_coefficients(products, theta, alpha, eta)
     idle = theta.shape[-1] - read_bar.c.shape[-1]
     c_bar, d_bar = F.pad(read_bar.c, (idle, 0)), F.pad(read_bar.d, (idle, 0))
     A_bar = F.pad(read_bar.A, (0, 0, idle, 0))
@@ -107,26 +128,35 @@ def chunk_coefficients_adjoint(
         c_bar[..., -1] += end_bar.c
         d_bar[..., -1] += end_bar.d
         A_bar[..., -1, :] += end_bar.A
+    if momentum is None:
+        before_bar = torch.cat([d_bar.unsqueeze(-1), A_bar[..., :-1]], -1)
+        theta_bar, eta_bar = (A_bar * kept).sum(-2), (before_bar * kept).sum(-2)
+        kept_bar = torch.addcmul(A_bar * theta.unsqueeze(-2), before_bar, eta.unsqueeze(-2))
+        return theta_bar, _forgetting_adjoint(kept, kept_bar, c_bar, alpha), eta_bar
+    E, m = _past_coefficients(momentum, theta, eta)
     # [d, A] = kept @ [m, E]
     E_bar, m_bar = kept.mT @ A_bar, (kept.mT @ d_bar.unsqueeze(-1)).squeeze(-1)
     if end_bar is not None:
         m_bar[..., -1] += end_bar.m
         E_bar[..., -1, :] += end_bar.E
     kept_bar = A_bar @ E.mT + d_bar.unsqueeze(-1) * m.unsqueeze(-2)
-    # c and m are the first column times the first token's own gate, E the momentum times theta.
-    momentum_bar = E_bar * theta.unsqueeze(-2)
-    first_kept, first_eta = (c_bar * kept[..., 0]).sum(-1), (m_bar * momentum[..., 0]).sum(-1)
-    kept_bar[..., 0] += c_bar * (1 - alpha[..., :1])
+    # m is the first column times the first token's own gate, as c is; E the momentum times theta.
+    momentum_bar, first_eta = E_bar * theta.unsqueeze(-2), (m_bar * momentum[..., 0]).sum(-1)
     momentum_bar[..., 0] += m_bar * eta[..., :1]
-    theta_bar = (E_bar * momentum).sum(-2)
-    alpha_bar = -_segment_products_adjoint(kept, kept_bar, first_kept)
+    theta_bar, alpha_bar = (E_bar * momentum).sum(-2), _forgetting_adjoint(kept, kept_bar, c_bar, alpha)
     return theta_bar, alpha_bar, _segment_products_adjoint(momentum, momentum_bar, first_eta)
 
 
-def _outer_coefficients(products: GateProducts, theta: torch.Tensor, alpha: torch.Tensor, eta: torch.Tensor):
-    """E (..., b, b), m and c (..., b)."""
-    kept, momentum = products
-    return momentum * theta.unsqueeze(-2), momentum[..., 0] * eta[..., :1], kept[..., 0] * (1 - alpha[..., :1])
+def _past_coefficients(momentum: torch.Tensor, theta: torch.Tensor, eta: torch.Tensor):
+    """E (..., b, b) and m (..., b) of momentum that decays."""
+    return momentum * theta.unsqueeze(-2), momentum[..., 0] * eta[..., :1]
+
+
+def _forgetting_adjoint(kept: torch.Tensor, kept_bar: torch.Tensor, c_bar: torch.Tensor, alpha: torch.Tensor):
+    """The gradient of alpha, given those of ``kept``, which is overwritten, and of c."""
+    first_kept = (c_bar * kept[..., 0]).sum(-1)
+    kept_bar[..., 0] += c_bar * (1 - alpha[..., :1])
+    return -_segment_products_adjoint(kept, kept_bar, first_kept)
 
 
 def _segment_products(f: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,8 @@ incoming W and S have the coefficients of the P others inside (c, d, A, m and E 
     S_t = m_t S_P + ...   =>   [m, E]_t = [m_t [m, E]_P, E_t]
     W_t = c_t W_P + d_t S_P + ...   =>   [d, A]_t = [c_t [d, A]_P + d_t [m, E]_P, A_t]
 
+Where the write slides, S is the last token's pair whatever came before: [m, E]_t = [0, ..., 0, 1].
+
 Shapes: B rows, H heads, D head dimension, P tokens open before the call, n new ones, of which the last n_q are read.
 """
 
@@ -19,7 +21,7 @@ from typing import NamedTuple
 import torch
 
 from .chunk_coefficients import chunk_coefficients
-from .inner_network import Hidden, InnerNetwork, gelu, inner_gradient, output_of
+from .inner_network import Hidden, InnerNetwork, gelu, inner_gradient, inner_losses, output_of
 from .memory_state import OpenChunk
 
 
@@ -42,10 +44,10 @@ class NewTokens(NamedTuple):
 
 
 class OpenRead(NamedTuple):
-    """Answers (B, n_q, H, D), inner losses (B, n, H), and what is open behind the call."""
+    """Answers (B, n_q, H, D), inner losses (B, n, H) or None, and what is open behind the call."""
 
     output: torch.Tensor
-    surprise: torch.Tensor
+    surprise: torch.Tensor | None
     chunk: OpenChunk
 
 
@@ -77,6 +79,9 @@ def read_open_chunk(
     tokens: NewTokens,
     forget_to: Sequence[torch.Tensor] | None = None,
     real: torch.Tensor | None = None,
+    *,
+    sliding: bool = False,
+    surprise: bool = False,
 ) -> OpenRead:
     """Reads new tokens behind the open ones (Titans, eq. 13-16), in the state's dtype; not for autograd.
 
@@ -87,6 +92,8 @@ def read_open_chunk(
         tokens: the new ones.
         forget_to: (B * H, D_in, D_out) per layer to which forgetting leads; None: to zero.
         real: (B,) rows whose token is one, if there is a single new token; None: all are.
+        sliding: whether the write slides over the last two tokens.
+        surprise: whether to return the inner losses.
     """
     rows, shape = weights[0].shape[0], weights[0].shape[:2]
     layers = [w.flatten(0, 1) for w in weights]
@@ -97,7 +104,7 @@ def read_open_chunk(
     if old[0].shape[2]:
         new = [torch.cat(pair, 2) for pair in zip(old, new, strict=True)]
     inputs, errors = new[: len(layers) - 1], new[len(layers) - 1 :]
-    at = _coefficients(chunk, tokens, q.shape[1], real)
+    at = _coefficients(chunk, tokens, q.shape[1], real, sliding)
     c, d, A = (t.flatten(0, 1) for t in at[:3])
     x, z = q, q
     for layer, (w, s, g) in enumerate(zip(layers, momentum, errors, strict=True)):
@@ -109,32 +116,42 @@ def read_open_chunk(
         if forget_to is not None:
             z.baddbmm_((1 - c) * x, forget_to[layer])
     output = output_of(network, q, z)[0].unflatten(0, (rows, -1)).transpose(1, 2)
-    surprise = 0.25 * factors.error.square().sum(-1).unflatten(0, (rows, -1)).transpose(1, 2)
-    return OpenRead(output, surprise, OpenChunk(tuple(inputs), tuple(errors), *at[3:]))
+    losses = None
+    if surprise:
+        losses = inner_losses(network, layers[-1], factors, v).unflatten(0, (rows, -1)).transpose(1, 2)
+    return OpenRead(output, losses, OpenChunk(tuple(inputs), tuple(errors), *at[3:]))
 
 
 def known_chunk(
-    network: InnerNetwork, weights: Sequence[torch.Tensor], tokens: NewTokens, real: torch.Tensor
+    network: InnerNetwork,
+    weights: Sequence[torch.Tensor],
+    tokens: NewTokens,
+    real: torch.Tensor,
+    sliding: bool = False,
 ) -> OpenChunk:
     """What pending tokens come to where rows have different numbers of them.
 
     Args:
-        network, weights: as for `read_open_chunk`.
+        network, weights, sliding: as for `read_open_chunk`.
         tokens: the pending ones in n places; the queries do not matter.
         real: (B, n) places that are taken, in each row the first ones.
     """
     shape, present = weights[0].shape[:2], real[:, None]
     keys, v = _by_head(tokens.keys), _by_head(tokens.v)
     factors = inner_gradient(network, [w.flatten(0, 1) for w in weights], keys, v)
-    gates = zip(tokens[3:], (0.0, 0.0, 1.0), strict=True)
+    gates = zip(tokens[3:], (0.0, 0.0, 0.0 if sliding else 1.0), strict=True)
     theta, alpha, eta = (torch.where(present, t.mT, neutral) for t, neutral in gates)
-    read, end, _ = chunk_coefficients(theta, alpha, eta, theta.shape[-1], None)
-    # Places behind the last token leave c, m and E as they are, but would add the momentum to the weights once more.
+    read, end, _ = chunk_coefficients(theta, alpha, eta, theta.shape[-1], None, sliding)
+    # Places behind the last token leave c, m and E as they are, but would add the momentum to the weights once more;
+    # where the write slides, it is E that they move.
     count = real.sum(1)[:, None, None]
     mixed = torch.cat([read.d.unsqueeze(-1), read.A], -1)
     mixed = torch.take_along_dim(mixed, (count - 1).clamp(min=0).unsqueeze(-1), 2).squeeze(2)
     a, g = ([t.unflatten(0, shape) for t in group] for group in (factors.a[1:], factors.g))
-    past = torch.cat([end.m.unsqueeze(-1), end.E], -1)
+    if sliding:
+        past = (torch.arange(mixed.shape[-1], device=mixed.device) == count).to(mixed.dtype).expand_as(mixed)
+    else:
+        past = torch.cat([end.m.unsqueeze(-1), end.E], -1)
     return OpenChunk(tuple(a), tuple(g), end.c.unsqueeze(-1), torch.where(count > 0, mixed, 0.0), past)
 
 
@@ -159,10 +176,12 @@ def _by_head(t: torch.Tensor) -> torch.Tensor:
     return t.transpose(1, 2).flatten(0, 1)
 
 
-def _coefficients(chunk: OpenChunk, tokens: NewTokens, num_queries: int, real: torch.Tensor | None) -> _Coefficients:
+def _coefficients(
+    chunk: OpenChunk, tokens: NewTokens, num_queries: int, real: torch.Tensor | None, sliding: bool
+) -> _Coefficients:
     theta, alpha, eta = (t.mT for t in tokens[3:])
     if theta.shape[-1] > 1:
-        read, end, _ = chunk_coefficients(theta, alpha, eta, num_queries, None)
+        read, end, _ = chunk_coefficients(theta, alpha, eta, num_queries, None, sliding)
         c, d, m = (t.unsqueeze(-1) for t in end[:3])
         mixed = torch.cat([c * chunk.mixed + d * chunk.past, end.A], -1)
         past = torch.cat([m * chunk.past, end.E], -1)
@@ -170,12 +189,14 @@ def _coefficients(chunk: OpenChunk, tokens: NewTokens, num_queries: int, real: t
         before = c_read * chunk.mixed.unsqueeze(2) + d_read * chunk.past.unsqueeze(2)
         A = torch.cat([before[..., 1:], read.A], -1)
         return _Coefficients(c_read * chunk.kept.unsqueeze(2), before[..., :1], A, c * chunk.kept, mixed, past)
-    c, d, m = 1 - alpha, eta, eta
+    c, d, m, own = 1 - alpha, eta, eta, theta
+    if sliding:
+        m, own = torch.zeros_like(eta), torch.ones_like(theta)
     if real is not None:
-        is_real = real[:, None, None]
-        c, m, d, theta = (torch.where(is_real, t, other) for t, other in ((c, 1.0), (m, 1.0), (d, 0.0), (theta, 0.0)))
+        neutral = ((c, 1.0), (d, 0.0), (m, 1.0), (theta, 0.0), (own, 0.0))
+        c, d, m, theta, own = (torch.where(real[:, None, None], t, other) for t, other in neutral)
     kept, past = c * chunk.kept, d * chunk.past
     mixed = torch.cat([torch.addcmul(past, c, chunk.mixed), theta], -1)
-    past = torch.cat([past if real is None else m * chunk.past, theta], -1)
+    past = torch.cat([past if m is d else m * chunk.past, own], -1)
     at = mixed.unsqueeze(2)
     return _Coefficients(kept.unsqueeze(2), at[..., :1], at[..., 1:], kept, mixed, past)

@@ -12,8 +12,18 @@ from typing import NamedTuple
 
 import torch
 
-from .chunk_coefficients import EndCoefficients, chunk_coefficients
-from .inner_network import Factors, Hidden, InnerNetwork, Normalized, gelu_alone, inner_gradient, output_of
+from .chunk_coefficients import ChunkCoefficients, EndCoefficients, ReadCoefficients, chunk_coefficients
+from .inner_network import (
+    Factors,
+    Hidden,
+    InnerNetwork,
+    Normalized,
+    gelu_alone,
+    inner_gradient,
+    inner_losses,
+    output_of,
+)
+from .memory_soup import Soup, own_part
 from .scan_inputs import ScanInputs, ScanOptions
 from .state_pair import Products, StatePair
 
@@ -45,6 +55,11 @@ class Scan:
         halves = [pair.weights(x) for pair, x in zip(self.pairs, state, strict=True)]
         halves += [pair.momentum(x) for pair, x in zip(self.pairs, state, strict=True)]
         return [half.contiguous() for half in halves]
+
+    def coefficients(self) -> ChunkCoefficients:
+        gates = (self.inputs.theta, self.inputs.alpha, self.inputs.eta)
+        sliding = self.options.rule.sliding
+        return chunk_coefficients(*gates, self.inputs.q.shape[-2], self.inputs.full, sliding)
 
     def network(self, num_chunks: int) -> InnerNetwork:
         """The memory network for tokens of ``num_chunks`` chunks, (n * G, b, D)."""
@@ -158,8 +173,8 @@ def forward_span(inputs: ScanInputs, options: ScanOptions, starts: list[torch.Te
     """
     scan, num_chunks = Scan(inputs, options), inputs.k.shape[0]
     products = scan.products
-    coefficients = chunk_coefficients(inputs.theta, inputs.alpha, inputs.eta, inputs.q.shape[-2], inputs.full)
-    ends, network, kept = Ends.of(coefficients.end), scan.network(1), []
+    coefficients = scan.coefficients()
+    ends, network, kept, losses = Ends.of(coefficients.end), scan.network(1), [], []
     after = [torch.empty_like(slot[0]) for slot in starts] if options.write else [slot[0] for slot in starts]
     states = [[slot[n] for slot in starts] for n in range(num_chunks)] + [after]
     for n in range(num_chunks):
@@ -167,14 +182,15 @@ def forward_span(inputs: ScanInputs, options: ScanOptions, starts: list[torch.Te
             _restart(scan, inputs.restart[n], states[n])
         weights = [pair.weights(products.operand(x)) for pair, x in zip(scan.pairs, states[n], strict=True)]
         kept.append(inner_gradient(network, weights, inputs.k[n], inputs.v[n]))
+        if options.surprise:
+            losses.append(inner_losses(network, weights[-1], kept[-1], inputs.v[n]))
         if options.write:
             _update(scan, ends, n, states[n], kept[-1], states[n + 1])
     a, g = (_join_chunks([factors[i] for factors in kept]) for i in (0, 1))
     operands = [products.operand(slot.flatten(0, 1)) for slot in starts]
     terms = ReadTerms.of(scan, inputs, coefficients.read)
     output = read(scan, scan.network(num_chunks), terms, operands, a, g).output
-    surprise = torch.stack([0.25 * f.error.square().sum(-1) for f in kept]) if options.surprise else None
-    return output.unflatten(0, (num_chunks, -1)), surprise, after
+    return output.unflatten(0, (num_chunks, -1)), torch.stack(losses) if options.surprise else None, after
 
 
 def _join_chunks(per_chunk: list[list[torch.Tensor]]) -> list[torch.Tensor]:
@@ -202,28 +218,33 @@ class ReadTerms(NamedTuple):
 
     Attributes:
         q: (n * G, b_q, D).
-        coefficients: c and d, (n * G, b_q, 2).
+        coefficients: c and d, (n * G, b_q, 2); these and A have the running memory's share of a mixture in them.
         minus_A: (n * G, b_q, b).
         forget_to: per layer (n * G, D_in, D_out), or None.
+        soup: what else a mixture is made of, or None.
     """
 
     q: torch.Tensor
     coefficients: torch.Tensor
     minus_A: torch.Tensor
     forget_to: list[torch.Tensor] | None
+    soup: Soup | None
 
     @classmethod
-    def of(cls, scan: Scan, inputs: ScanInputs, coefficients) -> "ReadTerms":
+    def of(cls, scan: Scan, inputs: ScanInputs, coefficients: ReadCoefficients) -> "ReadTerms":
+        soup = None
+        if inputs.mix is not None:
+            soup, coefficients = Soup.of(inputs, scan.products), own_part(coefficients, inputs.mix[..., 0])
         both = torch.stack([coefficients.c, coefficients.d], -1)
         start = inputs.forget_to
         if start is not None:
             start = [scan.products.operand(w).repeat(inputs.k.shape[0], 1, 1) for w in start]
-        return cls(inputs.q.flatten(0, 1), both.flatten(0, 1), coefficients.A.flatten(0, 1).neg(), start)
+        return cls(inputs.q.flatten(0, 1), both.flatten(0, 1), coefficients.A.flatten(0, 1).neg(), start, soup)
 
     @property
     def forgotten(self) -> torch.Tensor:
         """(n * G, b_q, 1)."""
-        return 1 - self.coefficients[..., :1]
+        return (1 if self.soup is None else self.soup.own) - self.coefficients[..., :1]
 
 
 class Read(NamedTuple):
@@ -247,6 +268,8 @@ def read(scan: Scan, network: InnerNetwork, terms: ReadTerms, state, a, g, activ
         products.add_(z, terms.minus_A * scores[-1], g[layer])
         if terms.forget_to is not None:
             products.add_(z, terms.forgotten * x[-1], terms.forget_to[layer])
+        if terms.soup is not None:
+            terms.soup.add_to_(products, layer, x[-1], z)
         kept.append(kept_by_pair)
         if layer + 1 < len(scan.pairs):
             hidden.append(activate(z))

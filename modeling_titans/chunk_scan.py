@@ -7,7 +7,7 @@ once, since every weight that a chunk passes through is a combination of the chu
 factors (`chunk_coefficients`). Weights are never built per token. The backward keeps the states at the chunks' starts
 and recomputes everything else. MEMORY.md derives the formulas.
 
-Shapes: N chunks, G rows times heads, b tokens in a chunk of which b_q are read, D head dimension.
+Shapes: N chunks, G rows times heads, b tokens in a chunk of which b_q are read, D head dimension, K kept weights.
 """
 
 import torch
@@ -26,7 +26,9 @@ def chunk_scan(inputs: ScanInputs, options: ScanOptions) -> ScanResult:
             (N, G, b); ``full`` (N, G) bool or None: chunks whose update takes place (None: all); ``restart`` (N, G)
             bool or None: chunks before which the state goes back to ``start_weights``, ``start_momentum``;
             ``norm_weight``, ``norm_bias`` (G, 1, D) or None; ``weights``, ``momentum``, ``forget_to`` and start
-            states: per layer (G, D_in, D_out), the last three or None.
+            states: per layer (G, D_in, D_out), the last three or None; ``kept``: per layer (G, K, D_in, D_out) weights
+            of which a mixture with the running ones is read, and ``mix`` (N, G, b_q, 1 + K) its shares, that of the
+            running weights first, or None: these alone are read. What is written does not depend on them.
         options: ``write``: whether chunks update the state at all (if not, N must be 1); ``restart_at``: the chunks
             in which ``restart`` holds anywhere; ``surprise``: whether to return the inner losses.
 

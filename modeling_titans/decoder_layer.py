@@ -194,4 +194,4 @@ class TitansDecoderLayer(GradientCheckpointingLayer):
         attention = self.self_attn
         none = hidden_states.new_zeros(batch_size, attention.num_key_value_heads, 0, attention.head_dim)
         kept = AttentionState(none, none, none, none, 0)
-        return TitansLayerState(memory, kept, SegmentState(memory.memory.weights, tail))
+        return TitansLayerState(memory, kept, SegmentState(memory.memory.weights, tail, memory.kept))

@@ -4,6 +4,7 @@
 
     M(x) = x + LN(gelu(... gelu(x W_1) ...) W_L)        residual and LN can be absent
     l(W; k, v) = |M(k) - v|^2                            Titans, eq. 12
+    l(W; k, v) = -<M(k), v>                              Memory Caching, eq. 30
 
 The gradient of l with respect to W_l is a sum over tokens of outer products a_l^T g_l, of the layer's input a_l and
 the back-propagated error g_l; these *factors* are all that is ever computed, the gradient itself is not formed.
@@ -27,13 +28,14 @@ _CUBIC = 0.044715 * _LINEAR
 
 
 class InnerNetwork(NamedTuple):
-    """What the weights do not say about M.
+    """What the weights do not say about M and its inner loss.
 
     Attributes:
         residual: whether M(x) contains x.
         norm_weight, norm_bias: LN's scale and shift, (G, 1, D), or None: no LN.
         norm_eps: LN's epsilon.
         products: how matrix products are taken.
+        dot: whether the inner loss is -<M(k), v>, whose error -v depends on no weight.
     """
 
     residual: bool
@@ -41,6 +43,7 @@ class InnerNetwork(NamedTuple):
     norm_bias: torch.Tensor | None
     norm_eps: float
     products: Products
+    dot: bool = False
 
 
 class Normalized(NamedTuple):
@@ -143,7 +146,7 @@ def inner_gradient(
     v: torch.Tensor,
     activate: Callable[[torch.Tensor], Hidden] = gelu_and_slope,
 ) -> Factors:
-    """The factors of u_t = grad_W |M_W(k_t) - v_t|^2 for each token at the given weights.
+    """The factors of u_t = grad_W l(W; k_t, v_t) for each token at the given weights.
 
     Args:
         weights: per layer, as products take them.
@@ -153,8 +156,7 @@ def inner_gradient(
     for w in weights[:-1]:
         hidden.append(activate(mm(a[-1], w)))
         a.append(hidden[-1].value)
-    output, norm = output_of(network, k, mm(a[-1], weights[-1]))
-    error = 2 * (output - v)
+    error, norm = _error(network, weights[-1], a, v)
     g = [error if norm is None else norm.jacobian(error * network.norm_weight)]
     p = []
     for w, layer in zip(reversed(weights[1:]), reversed(hidden), strict=True):
@@ -163,12 +165,31 @@ def inner_gradient(
     return Factors(a, g, hidden, p, norm, error)
 
 
+def _error(network: InnerNetwork, last: torch.Tensor, a: list[torch.Tensor], v: torch.Tensor):
+    """d loss / d M(k), and LN's intermediate values: of M(k) itself no more than they need."""
+    if network.dot and network.norm_weight is None:
+        return -v, None
+    f = network.products.mm(a[-1], last)
+    if network.dot:
+        return -v, Normalized.of(f, network.norm_eps)
+    output, norm = output_of(network, a[0], f)
+    return 2 * (output - v), norm
+
+
+def inner_losses(network: InnerNetwork, last: torch.Tensor, factors: Factors, v: torch.Tensor) -> torch.Tensor:
+    """l(W; k_t, v_t), (G, b), given the factors and the last layer's weights as products take them."""
+    if not network.dot:
+        return 0.25 * factors.error.square().sum(-1)
+    output, _ = output_of(network, factors.a[0], network.products.mm(factors.a[-1], last))
+    return -torch.linalg.vecdot(output, v)
+
+
 class InnerAdjoint(NamedTuple):
     """Gradients of an outer loss through `inner_gradient`.
 
     Attributes:
         k, v: (G, b, D).
-        weights: per layer the pairs (x, r) of whose x^T r the gradient of W is the sum.
+        weights: per layer the pairs (x, r) of whose x^T r the gradient of W is the sum; none where there is none.
         norm_weight, norm_bias: summed over tokens, (G, 1, D) or None.
     """
 
@@ -205,37 +226,46 @@ def inner_gradient_adjoint(
     # Downwards through z_l = a_l W_l, a_{l+1} = gelu(z_l).
     z_bar.append(top.f_bar)
     for layer in reversed(range(len(weights))):
-        updates[layer].append((factors.a[layer], z_bar[layer]))
-        add_(a_bar[layer], z_bar[layer], weights[layer].mT)
+        if z_bar[layer] is not None:
+            updates[layer].append((factors.a[layer], z_bar[layer]))
+            add_(a_bar[layer], z_bar[layer], weights[layer].mT)
         if layer:
             z_bar[layer - 1].addcmul_(a_bar[layer], factors.hidden[layer - 1].slope)
-    k_bar = a_bar[0] + top.output_bar if network.residual else a_bar[0]
-    return InnerAdjoint(k_bar, -top.output_bar, updates, top.norm_weight, top.norm_bias)
+    k_bar = a_bar[0] + top.output_bar if network.residual and top.output_bar is not None else a_bar[0]
+    return InnerAdjoint(k_bar, top.v_bar, updates, top.norm_weight, top.norm_bias)
 
 
 class _ErrorAdjoint(NamedTuple):
-    f_bar: torch.Tensor
-    output_bar: torch.Tensor
+    """``f_bar`` and ``output_bar`` are None where g_L does not depend on f, or only through LN's Jacobian."""
+
+    v_bar: torch.Tensor
+    f_bar: torch.Tensor | None
+    output_bar: torch.Tensor | None
     norm_weight: torch.Tensor | None
     norm_bias: torch.Tensor | None
 
 
 def _error_adjoint(network: InnerNetwork, factors: Factors, g_bar: torch.Tensor) -> _ErrorAdjoint:
-    """Through g_L = LN'(2 (M - v)), M = k + LN(f), back to f and M."""
+    """Through g_L = LN'(error) with the error 2 (M - v) or -v, M = k + LN(f), back to v, f and M."""
     norm = factors.norm
     if norm is None:
-        return _ErrorAdjoint(2 * g_bar, 2 * g_bar, None, None)
+        output_bar = None if network.dot else 2 * g_bar
+        return _ErrorAdjoint(-g_bar if network.dot else -output_bar, output_bar, output_bar, None, None)
     scaled = factors.error * network.norm_weight
     scaled_bar = norm.jacobian(g_bar)
-    output_bar = 2 * scaled_bar * network.norm_weight
+    weight_bar, weight = scaled_bar * factors.error, norm.rstd / g_bar.shape[-1]
     # g_L depends on f directly through the error, and through x_hat and 1 / sigma in LN's Jacobian.
-    weight = norm.rstd / g_bar.shape[-1]
-    x_hat_bar = output_bar * network.norm_weight
-    x_hat_bar.addcmul_(g_bar, weight * _dot(scaled, norm.x_hat), value=-1)
+    along, output_bar, bias_bar = weight * _dot(scaled, norm.x_hat), None, None
+    if network.dot:
+        v_bar, x_hat_bar = -scaled_bar * network.norm_weight, -along * g_bar
+    else:
+        output_bar = 2 * scaled_bar * network.norm_weight
+        weight_bar.addcmul_(output_bar, norm.x_hat)
+        v_bar, bias_bar = -output_bar, output_bar.sum(-2, keepdim=True)
+        x_hat_bar = (output_bar * network.norm_weight).addcmul_(g_bar, along, value=-1)
     x_hat_bar.addcmul_(scaled, weight * _dot(g_bar, norm.x_hat), value=-1)
     f_bar = norm.jacobian(x_hat_bar).addcmul_(norm.x_hat, weight * _dot(g_bar, factors.g[-1]), value=-1)
-    weight_bar = (scaled_bar * factors.error + output_bar * norm.x_hat).sum(-2, keepdim=True)
-    return _ErrorAdjoint(f_bar, output_bar, weight_bar, output_bar.sum(-2, keepdim=True))
+    return _ErrorAdjoint(v_bar, f_bar, output_bar, weight_bar.sum(-2, keepdim=True), bias_bar)
 
 
 def _dot(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,8 @@ import torch
 from .attention_layout import AttentionLayout
 from .call_plan import Columns
 from .configuration_titans import TitansConfig
+from .kept_plan import KeptCounts
+from .memory_caching import CachingOptions
 from .segment_plan import SegmentOptions, SegmentPlan, plan_segments
 from .token_layout import TensorTable, TokenLayout
 
@@ -18,7 +20,8 @@ class LayerPlan(TensorTable):
     """The layouts of one call; those that a variant does not use are None.
 
     Attributes:
-        memory: for the memory of `lmm`, `mal` and `mag`; None also where all rows are alike and nothing was read.
+        memory: for the memory of `lmm`, `mal` and `mag`; None also where all rows are alike, nothing was
+            read and nothing is kept.
         attention: for the sliding window of `mal` and `mag`.
         position_embeddings: cos and sin, (B or 1, T, D) each, for them.
         segments: for `mac`.
@@ -37,6 +40,7 @@ def plan_layers(
     memory_count: int | torch.Tensor,
     attention_count: int | torch.Tensor,
     num_kept: int,
+    kept: KeptCounts,
     rotary_embedding,
 ) -> LayerPlan:
     """Plans a call.
@@ -48,6 +52,7 @@ def plan_layers(
         memory_count: tokens pending in the memories' open chunks (`MemoryState.count`).
         attention_count: keys that attention has kept (`AttentionState.count`).
         num_kept: places that the state has for them.
+        kept: how far memory caching is; without it, without a meaning.
         rotary_embedding: a `TitansRotaryEmbedding`, or None in `lmm`.
     """
     shape, device = tuple(hidden_states.shape[:2]), hidden_states.device
@@ -61,12 +66,19 @@ def plan_layers(
         cos_sin = rotary_embedding(hidden_states, position)
     if config.variant == "mac":
         options = SegmentOptions(
-            config.segment_length, config.memory_chunk_size, config.num_persistent_tokens, config._attn_implementation
+            config.segment_length,
+            config.memory_chunk_size,
+            config.num_persistent_tokens,
+            config._attn_implementation,
+            CachingOptions.of(config),
         )
-        return LayerPlan(segments=plan_segments(options, shape, attention_count, num_kept, cos_sin, mask, starts))
-    memory = None
-    if columns is not None:
+        segments = plan_segments(options, shape, attention_count, num_kept, kept, cos_sin, mask, starts)
+        return LayerPlan(segments=segments)
+    memory, caching = None, CachingOptions.of(config)
+    if columns is not None or caching is not None:
         memory = TokenLayout.build(mask, starts, count=memory_count, chunk_size=config.memory_chunk_size, shape=shape)
+    if caching is not None:
+        memory = caching.plan(memory, kept, shape, device)
     if config.variant == "lmm":
         return LayerPlan(memory)
     kept_later = config.sliding_window - 1

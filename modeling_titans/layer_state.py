@@ -71,6 +71,12 @@ GEOMETRY = (
     "memory_conv_kernel_size",
     "memory_rule",
     "memory_gate_granularity",
+    "memory_caching",
+    "cache_segment_length",
+    "cache_initialization",
+    "cache_segmentation",
+    "cache_max_segments",
+    "connector",
 )
 ATTENTION_GEOMETRY = ("num_key_value_heads", "head_dim", "rope_parameters")
 VARIANT_GEOMETRY = {

@@ -5,6 +5,7 @@
 import torch
 
 from .memory_state import MemoryState, PendingTokens
+from .scan_inputs import Rule
 from .token_layout import TokenLayout
 
 
@@ -56,6 +57,18 @@ def check_state(name: str, state: MemoryState, batch_size: int, q: torch.Tensor)
     _check_pending(name, state, batch_size, q)
 
 
+def check_rule(name: str, rule: Rule, state: MemoryState, residual: bool, norm_weight) -> None:
+    """What the rule of this name asks of the memory network."""
+    if not rule.linear:
+        return
+    if len(state.weights) != 1:
+        raise ValueError(f"rule {name!r} needs a state of depth 1, a matrix, got depth {len(state.weights)}")
+    if residual:
+        raise ValueError(f"rule {name!r} needs residual=False, got {residual!r}")
+    if norm_weight is not None:
+        raise ValueError(f"rule {name!r} needs norm_weight=None, got a tensor {tuple(norm_weight.shape)}")
+
+
 def _check_pending(name: str, state: MemoryState, batch_size: int, q: torch.Tensor) -> None:
     width, count = state.pending.k.shape[1], state.count
     if isinstance(count, torch.Tensor):
@@ -71,7 +84,9 @@ def _check_pending(name: str, state: MemoryState, batch_size: int, q: torch.Tens
         _check_tensor(f"{name}.pending.{field}", tensor, letters, (batch_size, width, *q.shape[2:ends]))
 
 
-def check_layout(layout: TokenLayout, state: MemoryState, q: torch.Tensor, chunk_size: int, start_state) -> None:
+def check_layout(
+    layout: TokenLayout, state: MemoryState, q: torch.Tensor, chunk_size: int, start_state, segments
+) -> None:
     if layout.chunk_size != chunk_size:
         raise ValueError(f"layout was built for chunk_size {layout.chunk_size}, not {chunk_size}")
     if not _same_count(layout.count, state.count):
@@ -83,7 +98,7 @@ def check_layout(layout: TokenLayout, state: MemoryState, q: torch.Tensor, chunk
         raise ValueError(f"state has room for {width} pending tokens; with chunk_size {chunk_size} allowed: {allowed}")
     if layout.mask is not None and layout.mask.shape != q.shape[:2]:
         raise ValueError(f"layout was built for (B, T) = {tuple(layout.mask.shape)}, got q {tuple(q.shape)}")
-    if layout.document_starts is not None:
+    if layout.document_starts is not None or (segments is not None and segments.restarts and segments.chunks):
         _check_start_state(start_state, state, q)
 
 
@@ -96,7 +111,7 @@ def _same_count(one: int | torch.Tensor, other: int | torch.Tensor) -> bool:
 
 def _check_start_state(start_state: MemoryState | None, state: MemoryState, q: torch.Tensor) -> None:
     if start_state is None:
-        raise ValueError("start_state is needed where the layout has document starts")
+        raise ValueError("start_state is needed where the layout has document starts, or segments begin anew")
     check_state("start_state", start_state, 1, q[:1])
     if start_state.count != 0:
         raise ValueError(f"start_state must have no pending tokens, got count {start_state.count}")
@@ -122,6 +137,24 @@ def check_parameters(norm_weight, norm_bias, forget_to_weights, state: MemorySta
             )
         for layer, w in enumerate(forget_to_weights):
             _check_tensor(f"forget_to_weights[{layer}]", w, "(H, D_in, D_out)", shapes[layer])
+
+
+def check_soup(kept_weights, mix, num_ends: int, state: MemoryState, q: torch.Tensor) -> None:
+    """Checks shares of the running weights, of ``kept_weights`` and of those behind ``num_ends`` segments."""
+    if (kept_weights is None) != (mix is None):
+        raise ValueError("kept_weights and mix must both be given or both be None")
+    if mix is None:
+        return
+    if mix.dim() != 4 or mix.shape[3] < 1 + num_ends:
+        raise ValueError(f"mix must be (B, T, H, 1 + K + {num_ends}), got {tuple(mix.shape)}")
+    num_kept = mix.shape[3] - 1 - num_ends
+    _check_tensor("mix", mix, "(B, T, H, 1 + K + J)", (*q.shape[:3], mix.shape[3]))
+    depth = len(state.weights)
+    if len(kept_weights) != depth:
+        raise ValueError(f"kept_weights must have {depth} layers as state.weights have, got {len(kept_weights)}")
+    for layer, (w, running) in enumerate(zip(kept_weights, state.weights, strict=True)):
+        shape = (q.shape[0], num_kept, *running.shape[1:])
+        _check_tensor(f"kept_weights[{layer}]", w, "(B, K, H, D_in, D_out)", shape)
 
 
 def _check_tensor(name: str, tensor: torch.Tensor, letters: str, shape) -> None:

@@ -10,10 +10,16 @@ from torch import nn
 
 from .blockwise import EPS, silu_and_unit, takes_blocks
 from .configuration_titans import TitansConfig
+from .inner_network import InnerNetwork
+from .kept_memories import KeptMemories
+from .kept_plan import KeptCounts
+from .memory_caching import CachingOptions, read_segment, read_with_caching
 from .memory_ops import neural_memory
 from .memory_read import read_memory
 from .memory_state import MemoryState, NeuralMemoryState, SegmentState, number_of_rows
+from .scan_inputs import RULES
 from .short_calls import TitansConvolution
+from .state_pair import Products, product_dtype
 from .token_layout import TokenLayout, convolution_inputs
 
 
@@ -25,6 +31,13 @@ ALPHA_START, ETA_START = -7.0, 0.0
 def theta_start(depth: int) -> float:
     """The step size's start as a logit: 0.12 memory_max_lr at depth 1 and 2, less the deeper the memory is."""
     return -2.0 - 1.5 * max(depth - 2, 0)
+
+
+def gates_of(config: TitansConfig) -> set[str]:
+    """The gates that the memory's rule has and the config leaves it; of the others theta is 1, alpha and eta are 0."""
+    gates = {"linear_attention": set(), "dla": {"theta"}}.get(config.memory_rule, {"theta", "alpha", "eta"})
+    off = {"alpha": not config.memory_forgetting, "eta": not config.memory_momentum}
+    return {name for name in gates if not off.get(name)}
 
 
 def start_weight_std(layer: int, width: int) -> float:
@@ -84,10 +97,14 @@ class TitansGate(nn.Module):
 
 
 class TitansStartWeights(nn.Module):
-    """The memory's weights before any token, W_0: parameters "0", "1", ... (H, D_in, D_out), one per layer."""
+    """The memory's weights before any token, W_0: parameters "0", "1", ... (H, D_in, D_out), one per layer.
 
-    def __init__(self, num_heads: int, widths: list[int]):
+    ``empty``: they start at zero, as a memory that is nothing but a sum of pairs does; they are learned all the same.
+    """
+
+    def __init__(self, num_heads: int, widths: list[int], empty: bool = False):
         super().__init__()
+        self.empty = empty
         for layer, shape in enumerate(zip(widths[:-1], widths[1:], strict=True)):
             self.register_parameter(str(layer), nn.Parameter(torch.empty(num_heads, *shape)))
         self.initialise(nn.init)
@@ -95,7 +112,10 @@ class TitansStartWeights(nn.Module):
     def initialise(self, init) -> None:
         """Fills the weights through the functions of module ``init``."""
         for layer, w in enumerate(self()):
-            init.normal_(w, mean=0.0, std=start_weight_std(layer, w.shape[1]))
+            if self.empty:
+                init.zeros_(w)
+            else:
+                init.normal_(w, mean=0.0, std=start_weight_std(layer, w.shape[1]))
 
     def forward(self) -> tuple[torch.Tensor, ...]:
         # Called, not reached into: offloaded or sharded weights are there in their own module's forward only.
@@ -135,14 +155,22 @@ class TitansNeuralMemory(nn.Module):
         self.conv1d = None
         if kernel_size:
             self.conv1d = TitansConvolution(channels, channels, kernel_size, groups=channels, bias=False)
-        self.theta_proj = TitansGate(config, theta_start(config.memory_depth))
-        self.alpha_proj = TitansGate(config, ALPHA_START) if config.memory_forgetting else None
-        self.eta_proj = TitansGate(config, ETA_START) if config.memory_momentum else None
+        gates, step = gates_of(config), theta_start(config.memory_depth)
+        # In "swla" eta is a step size too, of the pair before: both begin alike.
+        past = step if config.memory_rule == "swla" else ETA_START
+        self.theta_proj = TitansGate(config, step) if "theta" in gates else None
+        self.alpha_proj = TitansGate(config, ALPHA_START) if "alpha" in gates else None
+        self.eta_proj = TitansGate(config, past) if "eta" in gates else None
         hidden = [config.memory_expansion * head_dim] * (config.memory_depth - 1)
-        self.start_weights = TitansStartWeights(num_heads, [head_dim, *hidden, head_dim])
+        self.start_weights = TitansStartWeights(
+            num_heads, [head_dim, *hidden, head_dim], RULES[config.memory_rule].linear
+        )
         has_norm = config.memory_norm
         self.memory_norm_weight = nn.Parameter(torch.ones(num_heads, head_dim)) if has_norm else None
         self.memory_norm_bias = nn.Parameter(torch.zeros(num_heads, head_dim)) if has_norm else None
+        caching, self.u_proj = self.caching, None
+        if caching is not None and caching.is_gated and config.connector == "projection":
+            self.u_proj = nn.Linear(width, inner_width, bias=False)
         self.o_norm = TitansRMSNorm(head_dim, config.rms_norm_eps)
         self.o_gate_proj = nn.Linear(width, inner_width, bias=False)
         self.o_proj = nn.Linear(inner_width, width, bias=False)
@@ -154,6 +182,11 @@ class TitansNeuralMemory(nn.Module):
             # LN's result then has length 1, as keys have: with a scale of 1 no memory could come near any value.
             init.constant_(self.memory_norm_weight, self.config.memory_head_dim**-0.5)
             init.zeros_(self.memory_norm_bias)
+
+    @property
+    def caching(self) -> CachingOptions | None:
+        """Read from the config at each call, so that a model trained without caching can be switched to `average`."""
+        return CachingOptions.of(self.config)
 
     def start_state(self, prefix_states: torch.Tensor | None = None) -> NeuralMemoryState:
         """The state of one row before its first token.
@@ -170,7 +203,9 @@ class TitansNeuralMemory(nn.Module):
         if self.conv1d is not None:
             channels = 3 * self.config.memory_num_heads * self.config.memory_head_dim
             tail = weights[0].new_zeros(1, self.config.memory_conv_kernel_size - 1, channels)
-        state = NeuralMemoryState(MemoryState.initial(weights, 1), tail)
+        memory = MemoryState.initial(weights, 1)
+        kept = None if self.caching is None else KeptMemories.initial(memory.weights, self.caching.is_gated)
+        state = NeuralMemoryState(memory, tail, kept)
         if prefix_states is None:
             return state
         chunk_size = self.config.memory_chunk_size
@@ -216,7 +251,11 @@ class TitansNeuralMemory(nn.Module):
                 raise ValueError("prefix_states and output_surprise belong to writing; a SegmentState is read only")
             layout = self._layout(hidden_states, attention_mask, 0) if layout is None else layout
             return self._read(hidden_states, state, layout)
-        restarts = layout is not None and layout.document_starts is not None
+        if layout is None:
+            layout = self._layout(hidden_states, attention_mask, 0 if state is None else state.memory.count)
+        if self.caching is not None:
+            layout = self._plan_kept(layout, hidden_states, state)
+        restarts = layout.document_starts is not None or _begins_anew(layout)
         # A trace knows no grad_fn; to attach where it is not needed changes no number.
         is_foreign = state is not None and (torch.compiler.is_compiling() or state.memory.weights[0].grad_fn is None)
         attaches = is_foreign and not restarts and self.training and torch.is_grad_enabled()
@@ -225,14 +264,22 @@ class TitansNeuralMemory(nn.Module):
             state = start_state.expand(hidden_states.shape[0])
         elif attaches:
             state = _attach(start_state, state)
-        if layout is None:
-            layout = self._layout(hidden_states, attention_mask, state.memory.count)
         y, state, surprise = self._write_and_read(hidden_states, state, layout, start_state, output_surprise)
         return NeuralMemoryOutput(self._output(y, hidden_states), state, surprise)
 
     def _layout(self, hidden_states, attention_mask, count: int | torch.Tensor) -> TokenLayout:
         shape = tuple(hidden_states.shape[:2])
         return TokenLayout.build(attention_mask, count=count, chunk_size=self.config.memory_chunk_size, shape=shape)
+
+    def _plan_kept(self, layout: TokenLayout, hidden_states, state: NeuralMemoryState | None) -> TokenLayout:
+        counts = KeptCounts(0, 0, 0) if state is None else state.kept.counts
+        if layout.kept is None:
+            return self.caching.plan(layout, counts, tuple(hidden_states.shape[:2]), hidden_states.device)
+        if layout.kept.places != counts.places:
+            raise ValueError(
+                f"layout was planned for {layout.kept.places} kept memories in a row, state has {counts.places}"
+            )
+        return layout
 
     def _output(self, y: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         """M's answers (B, T, H, D) -> (B, T, hidden_size)."""
@@ -248,9 +295,16 @@ class TitansNeuralMemory(nn.Module):
                 x, tail = (F.pad(t, (0, 2 * number)) for t in (x, tail))
             x, tail = self._convolve(x, tail, None, layout)
             x, tail = x[..., :number], tail[..., :number]
-        q = F.silu(x).unflatten(-1, (self.config.memory_num_heads, self.config.memory_head_dim))
+        q = _unit(F.silu(x).unflatten(-1, (self.config.memory_num_heads, self.config.memory_head_dim)))
+        if self.caching is not None:
+            network = self._network(q, state.segment_weights[0].dtype)
+            exact, u = self._exact(q, hidden_states, network, None)
+            with torch.autocast(q.device.type, enabled=False):
+                y = read_segment(self.caching, exact, u, state.segment_weights, state.kept, network)
+            y = y.to(q.dtype)
+            return NeuralMemoryOutput(self._output(y, hidden_states), state._replace(conv_tail=tail), None)
         y = read_memory(
-            _unit(q),
+            q,
             state.segment_weights,
             norm_weight=self.memory_norm_weight,
             norm_bias=self.memory_norm_bias,
@@ -261,29 +315,68 @@ class TitansNeuralMemory(nn.Module):
     def _write_and_read(self, hidden_states, state, layout, start_state, output_surprise):
         """Returns M's answers (B, T, H, D), the new state and the inner losses."""
         q, k, v, tail = self._project(hidden_states, state, layout, start_state)
-        theta, alpha, eta = self._gates(hidden_states)
-        config = self.config
-        result = neural_memory(
-            q,
-            k,
-            v,
-            theta,
-            alpha,
-            eta,
-            state.memory,
-            chunk_size=layout.chunk_size,
-            norm_weight=self.memory_norm_weight,
-            norm_bias=self.memory_norm_bias,
-            residual=config.memory_residual,
-            forget_to_weights=self.start_weights() if config.memory_forget_to == "start" else None,
-            rule=config.memory_rule,
-            gate_granularity=config.memory_gate_granularity,
-            layout=layout,
-            start_state=None if start_state is None else start_state.memory,
-            output_surprise=output_surprise,
-            backend=config.memory_backend,
-        )
-        return result.output, NeuralMemoryState(result.state, tail), result.surprise
+        gates, config = self._gates(hidden_states), self.config
+        forget_to = self.start_weights() if config.memory_forget_to == "start" else None
+
+        def write(memory: MemoryState, segments=None, **mix):
+            return neural_memory(
+                q,
+                k,
+                v,
+                *gates,
+                memory,
+                chunk_size=layout.chunk_size,
+                norm_weight=self.memory_norm_weight,
+                norm_bias=self.memory_norm_bias,
+                residual=config.memory_residual,
+                forget_to_weights=forget_to,
+                rule=config.memory_rule,
+                gate_granularity=config.memory_gate_granularity,
+                layout=layout,
+                start_state=None if start_state is None else start_state.memory,
+                output_surprise=output_surprise,
+                backend=config.memory_backend,
+                segments=segments,
+                **mix,
+            )
+
+        kept = state.kept
+        if layout.kept is None:
+            result = write(state.memory)
+        else:
+            network = self._network(q, state.memory.weights[0].dtype)
+            exact, u = self._exact(q, hidden_states, network, layout.mask)
+            # As in the op: products with a state in float32 are not to be taken in a lower precision.
+            with torch.autocast(q.device.type, enabled=False):
+                result, kept = read_with_caching(
+                    self.caching, write, exact, u, state.memory, kept, layout.kept, network
+                )
+        return result.output.to(q.dtype), NeuralMemoryState(result.state, tail, kept), result.surprise
+
+    def _network(self, q: torch.Tensor, dtype: torch.dtype) -> InnerNetwork:
+        """M of H heads, for reading kept memories in ``dtype``."""
+        norm = [
+            None if t is None else t.to(dtype).unsqueeze(1) for t in (self.memory_norm_weight, self.memory_norm_bias)
+        ]
+        return InnerNetwork(self.config.memory_residual, *norm, 1e-6, Products(product_dtype(q, dtype), dtype))
+
+    def _exact(self, q: torch.Tensor, hidden_states: torch.Tensor, network: InnerNetwork, mask):
+        """Queries (B, T, H, D) and connectors u (Memory Caching, eq. 10) in the state's dtype, zero at masked tokens;
+        u is None where reads are not gated."""
+        dtype = torch.promote_types(q.dtype, network.products.result)
+        u = None
+        if self.caching.is_gated:
+            u = q
+            if self.config.connector == "projection":
+                if self.u_proj is None:
+                    raise ValueError(
+                        f"memory_caching={self.config.memory_caching!r} with connector='projection' needs u_proj, and "
+                        "this layer was built without: load the model with these fields, or use connector='query'"
+                    )
+                u = self.u_proj(hidden_states).unflatten(-1, q.shape[2:])
+        if mask is not None:
+            q, u = (t if t is None else torch.where(mask[:, :, None, None], t, 0) for t in (q, u))
+        return q.to(dtype), None if u is None else u.to(dtype)
 
     def _project(self, hidden_states, state, layout, start_state):
         """Queries, keys and values (B, T, H, D), the first two of length 1, and the convolution's new tail."""
@@ -310,13 +403,18 @@ class TitansNeuralMemory(nn.Module):
 
     def _gates(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """theta, alpha, eta (B, T, H), in float32 at least: a small forgetting must not round to none."""
-        logits = self.theta_proj(hidden_states)
-        theta = self.config.memory_max_lr * _sigmoid(logits)
+        config = self.config
+        if self.theta_proj is None:
+            dtype = torch.promote_types(hidden_states.dtype, torch.float32)
+            theta = hidden_states.new_ones(*hidden_states.shape[:2], config.memory_num_heads, dtype=dtype)
+        else:
+            theta = config.memory_max_lr * _sigmoid(self.theta_proj(hidden_states))
         alpha = eta = torch.zeros_like(theta)
         if self.alpha_proj is not None:
-            alpha = self.config.memory_max_forget * _sigmoid(self.alpha_proj(hidden_states))
+            alpha = config.memory_max_forget * _sigmoid(self.alpha_proj(hidden_states))
         if self.eta_proj is not None:
             eta = _sigmoid(self.eta_proj(hidden_states))
+            eta = config.memory_max_lr * eta if config.memory_rule == "swla" else eta
         return theta, alpha, eta
 
     def _check(self, hidden_states, state, attention_mask, layout) -> None:
@@ -330,12 +428,22 @@ class TitansNeuralMemory(nn.Module):
             raise ValueError(f"state must be a NeuralMemoryState or SegmentState, got {type(state).__name__}")
         if state is not None and number_of_rows(state) != hidden_states.shape[0]:
             raise ValueError(f"state is of {number_of_rows(state)} rows, hidden_states of {hidden_states.shape[0]}")
+        if state is not None and (state.kept is None) != (self.caching is None):
+            raise ValueError(
+                f"state was made {'without' if state.kept is None else 'with'} memory caching, but this layer's "
+                f"memory_caching is {self.config.memory_caching!r}"
+            )
         if attention_mask is not None and layout is not None:
             raise ValueError("attention_mask and layout cannot both be given: the layout contains the mask")
         if attention_mask is not None and attention_mask.shape != hidden_states.shape[:2]:
             raise ValueError(
                 f"attention_mask must be (B, T) = {tuple(hidden_states.shape[:2])}, got {tuple(attention_mask.shape)}"
             )
+
+
+def _begins_anew(layout: TokenLayout) -> bool:
+    """Whether segments end in a call that begin at the start state."""
+    return layout.kept is not None and layout.kept.ends.restarts and len(layout.kept.ends.chunks) > 0
 
 
 def _attach(start_state: NeuralMemoryState, state: NeuralMemoryState) -> NeuralMemoryState:

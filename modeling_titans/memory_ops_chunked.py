@@ -11,9 +11,11 @@ import torch.nn.functional as F
 from .chunk_decode import NewTokens, OpenRead, empty_chunk, in_place_of, known_chunk, read_open_chunk
 from .chunk_scan import chunk_scan, compiled_chunk_scan
 from .inner_network import InnerNetwork
+from .kept_plan import SegmentEnds
 from .memory_ops_native import native_scan
 from .memory_state import MemoryState, PendingTokens
-from .scan_inputs import ScanInputs, ScanOptions, ScanResult
+from .scan_inputs import Rule, ScanInputs, ScanOptions, ScanResult
+from .segmented_scan import scan_segments
 from .short_calls import FEW
 from .state_pair import Products
 from .token_layout import TokenLayout
@@ -44,14 +46,20 @@ class MemoryCall(NamedTuple):
     chunk_gates: bool
     scan: Callable[[ScanInputs, ScanOptions], ScanResult]
     products: torch.dtype | None
+    rule: Rule
+    kept: tuple[torch.Tensor, ...] | None = None
+    mix: torch.Tensor | None = None
+    segments: SegmentEnds | None = None
 
 
 class MemoryResult(NamedTuple):
-    """Output (B, T, H, D), the state after the call, and the inner losses (B, T, H) or None."""
+    """Output (B, T, H, D), the state after the call, the inner losses (B, T, H) or None, and the weights at the ends
+    of segments, per layer (B, J, H, D_in, D_out), or None where none were asked for."""
 
     output: torch.Tensor
     state: MemoryState
     surprise: torch.Tensor | None
+    kept: tuple[torch.Tensor, ...] | None = None
 
 
 def chunked_memory(call: MemoryCall) -> MemoryResult:
@@ -65,39 +73,50 @@ def _alike_rows(call: MemoryCall) -> MemoryResult:
     tokens = [torch.cat(pair, 1) for pair in zip(state.pending, call.tokens, strict=True)]
     num_new, total = call.q.shape[1], tokens[0].shape[1]
     whole = total // b * b
-    reads = []
+    reads, kept = [], []
     if whole:
         # A lone chunk is read only where it is new; of several, the first one's pending tokens get idle queries.
-        queries = call.q[:, : num_new - (total - whole)]
+        queries = [t[:, : num_new - (total - whole)] for t in _queries(call)]
         if whole > b:
-            queries = F.pad(queries, (0, 0, 0, 0, state.count, 0))
-        result = _scan(call, state, queries, [t[:, :whole] for t in tokens], whole // b, write=True)
+            queries = [F.pad(t, (0, 0, 0, 0, state.count, 0)) for t in queries]
+        result, kept = _scan(call, state, queries, [t[:, :whole] for t in tokens], whole // b, write=True)
         state = MemoryState(result.weights, result.momentum, state.pending, state.count)
         reads.append(_columns_of(result, call))
+    new = stack_kept(kept, call)
+    if call.kept is not None and kept:
+        call = call._replace(kept=tuple(torch.cat(pair, 1) for pair in zip(call.kept, new, strict=True)))
     rest, chunk = PendingTokens(*(t[:, whole:] for t in tokens)), None
     if whole < total:
-        queries = call.q[:, max(num_new - (total - whole), 0) :]
+        queries = [t[:, max(num_new - (total - whole), 0) :] for t in _queries(call)]
         if _keeps_chunk(call):
-            output, surprise, chunk = _read_open(call, state, queries, rest)
+            output, surprise, chunk = _read_open(call, state, *queries, rest)
             reads.append((output, surprise))
         else:
-            reads.append(_columns_of(_scan(call, state, queries, rest, 1, write=False), call))
+            reads.append(_columns_of(_scan(call, state, queries, rest, 1, write=False)[0], call))
     outputs, surprises = zip(*reads, strict=True)
     output = _joined(outputs)[:, -num_new:]
     surprise = _joined(surprises)[:, -num_new:] if call.output_surprise else None
-    return MemoryResult(output, MemoryState(state.weights, state.momentum, rest, total - whole, chunk), surprise)
+    state = MemoryState(state.weights, state.momentum, rest, total - whole, chunk)
+    return MemoryResult(output, state, surprise, new)
 
 
 def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
+def _queries(call: MemoryCall) -> list[torch.Tensor]:
+    """What a token is read with, (B, T, H, .) each: its query and, for a mixture of memories, its shares of them."""
+    return [call.q] if call.mix is None else [call.q, call.mix]
+
+
 def _keeps_chunk(call: MemoryCall) -> bool:
     """Whether the call is one of those by which text is decoded: `read_open_chunk` reads its open chunk.
 
-    It is not for autograd, and a kernel reads open chunks itself. What it keeps pays off where few tokens follow.
+    It is not for autograd nor for mixtures of memories, and a kernel reads open chunks itself. What it keeps pays off
+    where few tokens follow.
     """
-    return call.q.shape[1] <= FEW and not torch.is_grad_enabled() and call.scan in PLAIN_SCANS
+    decodes = call.q.shape[1] <= FEW and not torch.is_grad_enabled() and call.mix is None
+    return decodes and call.scan in PLAIN_SCANS
 
 
 def _read_open(call: MemoryCall, state: MemoryState, q, tokens: PendingTokens) -> OpenRead:
@@ -107,9 +126,9 @@ def _read_open(call: MemoryCall, state: MemoryState, q, tokens: PendingTokens) -
     if call.chunk_gates:
         gates = [t[:, :1].expand_as(t) for t in gates]
     v, *gates = (t[:, chunk.mixed.shape[2] - 1 :] for t in (v, *gates))
-    return read_open_chunk(
-        _network(call), state.weights, state.momentum, chunk, NewTokens(q, k, v, *gates), _forget_to(call)
-    )
+    memory, tokens = (_network(call), state.weights, state.momentum, chunk), NewTokens(q, k, v, *gates)
+    facts = {"sliding": call.rule.sliding, "surprise": call.output_surprise}
+    return read_open_chunk(*memory, tokens, _forget_to(call), **facts)
 
 
 def _read_one(call: MemoryCall) -> MemoryResult:
@@ -124,10 +143,13 @@ def _read_one(call: MemoryCall) -> MemoryResult:
     chunk = state.chunk
     if chunk is None:
         taken = places < state.count[:, None]
-        chunk = known_chunk(network, state.weights, NewTokens(call.q, pending.k, pending.v, *old), taken)
+        tokens = NewTokens(call.q, pending.k, pending.v, *old)
+        chunk = known_chunk(network, state.weights, tokens, taken, call.rule.sliding)
     keys = torch.cat([pending.k, call.tokens.k], 1)
     tokens = NewTokens(call.q, keys, call.tokens.v, *new)
-    read = read_open_chunk(network, state.weights, state.momentum, chunk, tokens, _forget_to(call), real)
+    memory = (network, state.weights, state.momentum, chunk)
+    facts = {"sliding": call.rule.sliding, "surprise": call.output_surprise}
+    read = read_open_chunk(*memory, tokens, _forget_to(call), real, **facts)
     at = (places == state.count[:, None]) & real[:, None]
     pending = [
         torch.where(at.view(*at.shape, *(1,) * (t.dim() - 2)), t, p) for t, p in zip(call.tokens, pending, strict=True)
@@ -137,12 +159,12 @@ def _read_one(call: MemoryCall) -> MemoryResult:
     )
     output = torch.where(real[:, None, None, None], read.output, 0)
     surprise = torch.where(real[:, None, None], read.surprise, 0) if call.output_surprise else None
-    return MemoryResult(output, state, surprise)
+    return MemoryResult(output, state, surprise, stack_kept([], call))
 
 
 def _network(call: MemoryCall) -> InnerNetwork:
     norm = [_by_row(t, call.q.shape[0], 1) for t in (call.norm_weight, call.norm_bias)]
-    return InnerNetwork(call.residual, *norm, call.norm_eps, Products(None, call.q.dtype))
+    return InnerNetwork(call.residual, *norm, call.norm_eps, Products(None, call.q.dtype), call.rule.dot)
 
 
 def _forget_to(call: MemoryCall) -> tuple[torch.Tensor, ...] | None:
@@ -157,18 +179,30 @@ def _slotted_rows(call: MemoryCall) -> MemoryResult:
     if slots.stays_open and call.q.shape[1] == 1 and isinstance(state.count, torch.Tensor) and _keeps_chunk(call):
         return _read_one(call)
     tokens = [slots.to_slots(*pair) for pair in zip(state.pending, call.tokens, strict=True)]
-    idle = call.q.new_zeros(call.q.shape[0], state.pending.k.shape[1], *call.q.shape[2:])
-    queries = slots.to_slots(idle, call.q)
-    num_chunks = queries.shape[1] // call.chunk_size
-    result = _scan(call, state, queries, tokens, num_chunks, write=num_chunks > 1 or not slots.stays_open)
+    idle = call.q.shape[0], state.pending.k.shape[1]
+    queries = [slots.to_slots(t.new_zeros(*idle, *t.shape[2:]), t) for t in _queries(call)]
+    num_chunks = queries[0].shape[1] // call.chunk_size
+    result, kept = _scan(call, state, queries, tokens, num_chunks, write=num_chunks > 1 or not slots.stays_open)
     pending = PendingTokens(*(slots.open_chunk(t) for t in tokens))
     state = MemoryState(result.weights, result.momentum, pending, slots.count)
     output, surprise = (t if t is None else slots.to_columns(t) for t in _columns_of(result, call))
-    return MemoryResult(output, state, surprise)
+    return MemoryResult(output, state, surprise, stack_kept(kept, call))
 
 
-def _scan(call: MemoryCall, state: MemoryState, q, tokens, num_chunks: int, write: bool):
-    """Scans ``num_chunks`` chunks of tokens (B, num_chunks * b, H, ...); q may cover only the last of them."""
+def stack_kept(kept: Sequence[Sequence[torch.Tensor]], call: MemoryCall) -> tuple[torch.Tensor, ...] | None:
+    """J times (B, H, D_in, D_out) per layer -> per layer (B, J, H, D_in, D_out)."""
+    if call.segments is None:
+        return None
+    if not kept:
+        return tuple(w.new_zeros(w.shape[0], 0, *w.shape[1:]) for w in call.state.weights)
+    return tuple(torch.stack(layer, 1) for layer in zip(*kept, strict=True))
+
+
+def _scan(call: MemoryCall, state: MemoryState, queries, tokens, num_chunks: int, write: bool):
+    """Scans ``num_chunks`` chunks of tokens (B, num_chunks * b, H, ...); queries may cover only the last of them.
+
+    Returns the result, and the weights (B, H, D_in, D_out) by layer at the end of each segment.
+    """
     slots, batch_size = call.layout.slots, call.q.shape[0]
     start = call.start_state
     full, restart, restart_at = None, None, frozenset()
@@ -176,11 +210,12 @@ def _scan(call: MemoryCall, state: MemoryState, q, tokens, num_chunks: int, writ
         full = _by_chunk(slots.full, call)
         if slots.restart is not None:
             restart, restart_at = _by_chunk(slots.restart, call), slots.restart_at
+    q, *mix = (_to_chunks(t, num_chunks) for t in queries)
     k, v, *gates = (_to_chunks(t, num_chunks) for t in tokens)
     if call.chunk_gates:
         gates = [t[..., :1].expand_as(t) for t in gates]
     inputs = ScanInputs(
-        _to_chunks(q, num_chunks),
+        q,
         k,
         v,
         *gates,
@@ -193,14 +228,31 @@ def _scan(call: MemoryCall, state: MemoryState, q, tokens, num_chunks: int, writ
         forget_to=_forget_to(call),
         start_weights=_start(start and start.weights, batch_size, restart),
         start_momentum=_start(start and start.momentum, batch_size, restart),
+        kept=_kept(call),
+        mix=mix[0] if mix else None,
     )
     facts = (len(state.weights), call.residual, call.norm_eps, write, restart_at, call.output_surprise)
-    result = call.scan(inputs, ScanOptions(*facts, call.products))
-    shape = (batch_size, -1)
-    return result._replace(
-        weights=tuple(w.unflatten(0, shape) for w in result.weights),
-        momentum=tuple(s.unflatten(0, shape) for s in result.momentum),
-    )
+    result, kept = _run(call, inputs, ScanOptions(*facts, call.products, rule=call.rule))
+
+    def by_row(layers) -> tuple[torch.Tensor, ...]:
+        return tuple(w.unflatten(0, (batch_size, -1)) for w in layers)
+
+    result = result._replace(weights=by_row(result.weights), momentum=by_row(result.momentum))
+    return result, [by_row(layers) for layers in kept]
+
+
+def _run(call: MemoryCall, inputs: ScanInputs, options: ScanOptions) -> tuple[ScanResult, list]:
+    segments = call.segments
+    if segments is None or not segments.chunks or not options.write:
+        return call.scan(inputs, options), []
+    start = None
+    if segments.restarts:
+        batch_size, start_state = call.q.shape[0], call.start_state
+        start = tuple(_rows_of(group, batch_size) for group in (start_state.weights, start_state.momentum))
+    rows = segments.rows
+    if rows is not None:
+        segments = SegmentEnds(segments.chunks, rows.repeat_interleave(call.q.shape[2], 0), segments.restarts)
+    return scan_segments(call.scan, inputs, options, segments, start)
 
 
 def _to_chunks(t: torch.Tensor, num_chunks: int) -> torch.Tensor:
@@ -234,6 +286,15 @@ def _by_row(t: torch.Tensor | None, batch_size: int, unsqueeze: int | None = Non
     return t if unsqueeze is None else t.unsqueeze(unsqueeze)
 
 
+def _kept(call: MemoryCall) -> tuple[torch.Tensor, ...] | None:
+    """(B, K, H, D_in, D_out) -> (B * H, K, D_in, D_out) per layer: a view where a head's weights lie together."""
+    return None if call.kept is None else tuple(w.transpose(1, 2).flatten(0, 1) for w in call.kept)
+
+
 def _start(group, batch_size: int, restart: torch.Tensor | None):
     """(1, H, ...) -> (B * H, ...) for each layer; None where no row restarts."""
-    return None if restart is None else tuple(t.expand(batch_size, *t.shape[1:]).flatten(0, 1) for t in group)
+    return None if restart is None else _rows_of(group, batch_size)
+
+
+def _rows_of(group, batch_size: int) -> tuple[torch.Tensor, ...]:
+    return tuple(t.expand(batch_size, *t.shape[1:]).flatten(0, 1) for t in group)

@@ -31,7 +31,7 @@ def native_scan(inputs: ScanInputs, options: ScanOptions) -> ScanResult:
         ImportError, RuntimeError: as `native_library`.
     """
     flat = [t if t is None else t.contiguous() for t in inputs.flatten()]
-    _check(flat)
+    _check(flat, inputs.mix)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in flat):
         results = _NativeScan.apply(options, *flat)
     else:
@@ -43,8 +43,10 @@ def native_scan(inputs: ScanInputs, options: ScanOptions) -> ScanResult:
     return ScanResult(output, tuple(state[: options.depth]), tuple(state[options.depth :]), surprise)
 
 
-def reason_against(dtype: torch.dtype, q: torch.Tensor) -> str | None:
-    """Why the native scan does not take a state of this dtype, for q; None if it does."""
+def reason_against(dtype: torch.dtype, q: torch.Tensor, mix: torch.Tensor | None) -> str | None:
+    """Why the native scan does not take a state of this dtype, for q and shares ``mix``; None if it does."""
+    if mix is not None:
+        return "mix is given, expected none"
     if q.device.type != "cpu":
         return f"q is on {q.device}, expected cpu"
     if dtype not in (torch.float32, torch.float64):
@@ -52,12 +54,12 @@ def reason_against(dtype: torch.dtype, q: torch.Tensor) -> str | None:
     return None
 
 
-def _check(flat: list[torch.Tensor | None]) -> None:
+def _check(flat: list[torch.Tensor | None], mix: torch.Tensor | None) -> None:
     dtype = flat[0].dtype
     for tensor in flat:
         if tensor is None:
             continue
-        reason = reason_against(dtype, tensor)
+        reason = reason_against(dtype, tensor, mix)
         if reason is None and tensor.is_floating_point() and tensor.dtype != dtype:
             reason = f"a tensor's dtype is {tensor.dtype}, expected q's, {dtype}"
         if reason is not None:
@@ -112,9 +114,9 @@ def _forward(inputs: ScanInputs, options: ScanOptions, keep: bool):
 def _sizes(inputs: ScanInputs, options: ScanOptions) -> tuple[ctypes.Array, float]:
     """`titans::Sizes` and LN's epsilon."""
     (num_chunks, rows, length), num_queries = inputs.k.shape[:3], inputs.q.shape[2]
-    rounded, dot, sliding = options.products == torch.bfloat16, False, False
+    rounded, rule = options.products == torch.bfloat16, options.rule
     sizes = [options.depth, num_chunks, rows, length, num_queries]
-    sizes += [options.residual, options.write, rounded, dot, sliding]
+    sizes += [options.residual, options.write, rounded, rule.dot, rule.sliding]
     sizes += [inputs.q.shape[3], *(w.shape[-1] for w in inputs.weights)]
     return (ctypes.c_int64 * len(sizes))(*map(int, sizes)), options.norm_eps
 

@@ -7,18 +7,18 @@ import math
 import torch
 
 from .inner_network import gelu
-from .memory_ops_chunked import MemoryCall, MemoryResult
+from .memory_ops_chunked import MemoryCall, MemoryResult, stack_kept
 from .memory_state import MemoryState, PendingTokens
 
 
 class _Network:
-    """M and the gradient of its inner loss (Titans, eq. 12), plainly: autograd differentiates what stands here.
+    """M and the gradient of its inner loss, plainly: autograd differentiates what stands here.
 
     Tokens are (B, H, 1, D), weights (B, H, D_in, D_out).
     """
 
     def __init__(self, call: MemoryCall):
-        self.residual, self.eps = call.residual, call.norm_eps
+        self.residual, self.eps, self.dot = call.residual, call.norm_eps, call.rule.dot
         self.scale, self.shift = (None if t is None else t.unsqueeze(1) for t in (call.norm_weight, call.norm_bias))
 
     def output(self, weights, x: torch.Tensor) -> tuple[list, list, tuple | None, torch.Tensor]:
@@ -37,9 +37,12 @@ class _Network:
         return inputs, results, norm, x + y if self.residual else y
 
     def factors(self, weights, k: torch.Tensor, v: torch.Tensor) -> tuple[list, list, torch.Tensor]:
-        """The layers' inputs a and back-propagated errors g, and the error d loss / d M(k)."""
+        """The layers' inputs a and back-propagated errors g, and the inner loss (B, H)."""
         inputs, results, norm, y = self.output(weights, k)
-        error = 2 * (y - v)
+        if self.dot:
+            error, loss = -v, -(y * v).sum((-2, -1))
+        else:
+            error, loss = 2 * (y - v), (y - v).square().sum((-2, -1))
         g = error
         if norm is not None:
             x_hat, rstd = norm
@@ -49,7 +52,7 @@ class _Network:
         errors = [g]
         for w, z in zip(reversed(weights[1:]), reversed(results[:-1]), strict=True):
             errors.insert(0, errors[0] @ w.mT * _gelu_slope(z))
-        return inputs, errors, error
+        return inputs, errors, loss
 
 
 def _gelu_slope(z: torch.Tensor) -> torch.Tensor:
@@ -69,6 +72,8 @@ class _Walk:
         self.anchor, self.anchor_momentum = self.weights, self.momentum
         self.position = torch.zeros(batch_size, dtype=torch.long, device=call.q.device)
         self.chunk_gates = [torch.zeros_like(gate[:, 0]) for gate in call.tokens[2:]]
+        number = 0 if call.segments is None else len(call.segments.chunks)
+        self.ended = [[torch.zeros_like(w) for w in self.weights] for _ in range(number)]
 
     def restart(self, rows: torch.Tensor) -> None:
         """Rows (B,) bool go back to the start state."""
@@ -80,13 +85,18 @@ class _Walk:
 
     def write(self, k, v, theta, alpha, eta, real: torch.Tensor) -> torch.Tensor:
         """One token (B, H, ...) in the rows where it is real; returns its inner loss (B, H)."""
-        a, g, error = self.network.factors(self.anchor, k.unsqueeze(2), v.unsqueeze(2))
+        a, g, loss = self.network.factors(self.anchor, k.unsqueeze(2), v.unsqueeze(2))
         gates = self._gates([theta, alpha, eta], real)
         theta, alpha, eta = (gate[..., None, None] for gate in gates)
         weights, momentum = [], []
         for layer, (w, s, a_l, g_l) in enumerate(zip(self.weights, self.momentum, a, g, strict=True)):
-            s = eta * s - theta * (a_l.mT @ g_l)
-            w = (1 - alpha) * w + s
+            if self.call.rule.sliding:
+                # Of a matrix memory the layer's input is k and the error -v: S is the pair of the token before.
+                pair = k.unsqueeze(3) * v.unsqueeze(2)
+                w, s = (1 - alpha) * w + eta * s + theta * pair, pair
+            else:
+                s = eta * s - theta * (a_l.mT @ g_l)
+                w = (1 - alpha) * w + s
             if self.call.forget_to_weights is not None:
                 w = w + alpha * self.call.forget_to_weights[layer]
             weights.append(w)
@@ -94,7 +104,7 @@ class _Walk:
         self.weights = _where(real, weights, self.weights)
         self.momentum = _where(real, momentum, self.momentum)
         self.position = self.position + real
-        return 0.25 * error.square().sum((-2, -1))
+        return loss
 
     def _gates(self, gates: list[torch.Tensor], real: torch.Tensor) -> list[torch.Tensor]:
         """A token's own gates (B, H), or those of its chunk's first token."""
@@ -104,8 +114,32 @@ class _Walk:
         self.chunk_gates = [torch.where(first, new, old) for new, old in zip(gates, self.chunk_gates, strict=True)]
         return self.chunk_gates
 
-    def read(self, q: torch.Tensor) -> torch.Tensor:
-        return self.network.output(self.weights, q.unsqueeze(2))[-1].squeeze(2)
+    def read(self, q: torch.Tensor, mix: torch.Tensor | None) -> torch.Tensor:
+        """M(q) of q (B, H, D), with the shares ``mix`` (B, H, 1 + K) of the running and the kept weights, or None."""
+        weights = self.weights if mix is None else self._mixed(mix)
+        return self.network.output(weights, q.unsqueeze(2))[-1].squeeze(2)
+
+    def _mixed(self, mix: torch.Tensor) -> list[torch.Tensor]:
+        """gamma_0 W_t + sum_i gamma_i W^(i) by layer (Memory Caching, eq. 14)."""
+        mixed = []
+        for layer, (running, kept) in enumerate(zip(self.weights, self.call.kept, strict=True)):
+            ended = [weights[layer].unsqueeze(1) for weights in self.ended]
+            every = torch.cat([running.unsqueeze(1), kept, *ended], 1)
+            mixed.append((mix.transpose(1, 2)[..., None, None] * every).sum(1))
+        return mixed
+
+    def end_segments(self, chunk: torch.Tensor) -> None:
+        """Hands out the weights where the chunk (B,) that a row has just filled is the last of a segment."""
+        segments = self.call.segments
+        for number, last in enumerate(segments.chunks):
+            ends = (self.position == self.call.chunk_size) & (chunk == last)
+            if segments.rows is not None:
+                ends = ends & segments.rows[:, number]
+            self.ended[number] = _where(ends, self.weights, self.ended[number])
+            if segments.restarts:
+                start = self.call.start_state
+                self.weights = _where(ends, start.weights, self.weights)
+                self.momentum = _where(ends, start.momentum, self.momentum)
 
     def close_full_chunks(self) -> None:
         closed = self.position == self.call.chunk_size
@@ -126,23 +160,35 @@ def recurrent_memory(call: MemoryCall) -> MemoryResult:
     for t in range(call.q.shape[1]):
         real = everyone if layout.mask is None else layout.mask[:, t]
         # What stands at a masked token, be it NaN, must not even be multiplied by zero.
-        q, *token = (torch.where(real.view(-1, *(1,) * (x.dim() - 2)), x[:, t], 0) for x in (call.q, *call.tokens))
+        q, mix, *token = (
+            x if x is None else torch.where(real.view(-1, *(1,) * (x.dim() - 2)), x[:, t], 0)
+            for x in (call.q, call.mix, *call.tokens)
+        )
         if layout.document_starts is not None:
             starts = layout.document_starts[:, t] & real
             walk.restart(starts)
             open_chunk = [[] if new else row for row, new in zip(open_chunk, starts.tolist(), strict=True)]
         surprises.append(torch.where(real[:, None], walk.write(*token, real), 0))
-        outputs.append(torch.where(real[:, None, None], walk.read(q), 0))
+        outputs.append(torch.where(real[:, None, None], walk.read(q, mix), 0))
         for row, is_real in enumerate(real.tolist()):
             if is_real:
                 open_chunk[row] = (open_chunk[row] + [[x[row] for x in token]])[-call.chunk_size :]
         closing = (walk.position == call.chunk_size).tolist()
         open_chunk = [[] if closed else row for row, closed in zip(open_chunk, closing, strict=True)]
+        if call.segments is not None:
+            walk.end_segments(_chunk_of(call, t))
         walk.close_full_chunks()
     pending, count = _stack_open_chunks(open_chunk, call)
     state = MemoryState(tuple(walk.anchor), tuple(walk.anchor_momentum), pending, count)
     surprise = torch.stack(surprises, 1) if call.output_surprise else None
-    return MemoryResult(torch.stack(outputs, 1), state, surprise)
+    return MemoryResult(torch.stack(outputs, 1), state, surprise, stack_kept(walk.ended, call))
+
+
+def _chunk_of(call: MemoryCall, t: int) -> torch.Tensor:
+    """(B,) the chunk of column t, counted from the call's first one."""
+    slots = call.layout.slots
+    slot = torch.as_tensor(call.state.count + t) if slots is None else slots.slot[:, t]
+    return slot // call.chunk_size
 
 
 def _where(rows: torch.Tensor, chosen, other) -> list[torch.Tensor]:

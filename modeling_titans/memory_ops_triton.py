@@ -37,14 +37,15 @@ def triton_scan(inputs: ScanInputs, options: ScanOptions) -> ScanResult:
     Args:
         inputs, options: as for `chunk_scan`, for a memory of one or two layers, a head dimension of 16 to 256 that is
             a multiple of 16, an expansion up to 4 and chunks up to 128 tokens. ``q``, ``k``, ``v``: bfloat16, float16
-            or float32, all alike; everything else is float32.
+            or float32, all alike; everything else is float32. ``mix`` must be None.
 
     Returns:
         The result, differentiable in every floating-point input except through ``surprise``; the output has the dtype
         of q, everything else is float32.
 
     Raises:
-        ValueError: sizes or dtypes that the kernels do not take, or tensors on a device where they do not run.
+        ValueError: a mixture, or sizes or dtypes that the kernels do not take, or tensors on a device where they do
+            not run.
     """
     _check(inputs, options)
     b, b_q = inputs.k.shape[2], inputs.q.shape[2]
@@ -65,9 +66,17 @@ def triton_scan(inputs: ScanInputs, options: ScanOptions) -> ScanResult:
 
 
 def reason_against(
-    depth: int, head_dim: int, hidden: int, chunk_size: int, dtype: torch.dtype, q: torch.Tensor
+    depth: int,
+    head_dim: int,
+    hidden: int,
+    chunk_size: int,
+    dtype: torch.dtype,
+    q: torch.Tensor,
+    mix: torch.Tensor | None = None,
 ) -> str | None:
     """Why the kernels do not take a memory of these sizes with a state of this dtype, for q; None if they do."""
+    if mix is not None:
+        return f"mix is given, {tuple(mix.shape)}, expected None: the kernels read no mixture of memories"
     if depth not in (1, 2):
         return f"the memory's depth is {depth}, expected 1 or 2"
     if head_dim % 16 or not 16 <= head_dim <= _MAX_HEAD_DIM:
@@ -92,7 +101,7 @@ def _check(inputs: ScanInputs, options: ScanOptions) -> None:
     others = [t for t in (*flat[3:6], *flat[8:]) if t is not None]
     dtype = next((t.dtype for t in others if t.dtype != torch.float32), torch.float32)
     b, head_dim = inputs.k.shape[-2:]
-    reason = reason_against(options.depth, head_dim, inputs.weights[-1].shape[-2], b, dtype, inputs.q)
+    reason = reason_against(options.depth, head_dim, inputs.weights[-1].shape[-2], b, dtype, inputs.q, inputs.mix)
     if reason is not None:
         raise ValueError(f'{reason}; backend="chunked" takes it')
     if not options.write and inputs.k.shape[0] != 1:
@@ -204,7 +213,8 @@ def _forward_span(
     """Writes a span's chunks one after another, then reads them all: fills the states' slots, output and surprise."""
     depth, network = options.depth, inputs.network(options)
     weights, momentum = tuple(states[:depth]), tuple(states[depth:])
-    read, end = launch_coefficients(inputs.theta, inputs.alpha, inputs.eta, inputs.full)
+    gates = (inputs.theta, inputs.alpha, inputs.eta)
+    read, end = launch_coefficients(*gates, inputs.full, sliding=options.rule.sliding)
     chunk = (inputs.k, inputs.v)
     if options.write:
         launch_writer(
@@ -269,7 +279,8 @@ def _backward_span(
     if not options.write:
         # An update that does not take place is the identity.
         full = torch.zeros(inputs.k.shape[:2], dtype=torch.bool, device=inputs.k.device)
-    read, end = launch_coefficients(*gates, full)
+    sliding = options.rule.sliding
+    read, end = launch_coefficients(*gates, full, sliding=sliding)
     scratch = Scratch.empty_for(inputs.k, state[0])
     launch_factors(*chunk, state[0], scratch, network, precision)
     unread = ReadGradients.empty_for(inputs.q, inputs.k, state[0], has_norm, has_forget_to)._replace(q=gradients.q)
@@ -286,7 +297,7 @@ def _backward_span(
         forget_to=inputs.forget_to,
         forget_to_bar=gradients.forget_to,
     )
-    bars = launch_coefficients_backward(*gates, full, read, unread.coefficients, unwritten.end)
+    bars = launch_coefficients_backward(*gates, full, read, unread.coefficients, unwritten.end, sliding=sliding)
     for store, bar in zip((gradients.theta, gradients.alpha, gradients.eta), bars, strict=True):
         store.copy_(bar)
     if has_norm:

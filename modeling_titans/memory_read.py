@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from .inner_network import InnerNetwork, gelu, output_of
-from .state_pair import Products
+from .state_pair import Products, product_dtype
 
 
 def read_memory(
@@ -31,11 +31,11 @@ def read_memory(
     """
     dtype = torch.promote_types(q.dtype, weights[0].dtype)
     norm = [None if t is None else t.to(dtype).unsqueeze(1) for t in (norm_weight, norm_bias)]
-    network = InnerNetwork(residual, *norm, norm_eps, Products(None, dtype))
+    network = InnerNetwork(residual, *norm, norm_eps, Products(product_dtype(q, dtype), dtype))
     # As in the op: products with a state in float32 are not to be taken in a lower precision.
     with torch.autocast(q.device.type, enabled=False):
         x = z = q.to(dtype).transpose(1, 2)
         for layer, w in enumerate(weights):
-            z = (gelu(z) if layer else z) @ w.to(dtype)
+            z = network.products.matmul(gelu(z) if layer else z, w.to(dtype))
         output, _ = output_of(network, x, z)
     return output.transpose(1, 2).to(q.dtype)

@@ -97,14 +97,19 @@ def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
     return tree
 
 
-def iterate_tensors(tree: Any, name: str = ""):
+def iterate_tensors(tree: Any):
     """Yields (dotted name, tensor) for each tensor of a tree of (named) tuples, in a fixed order."""
-    if isinstance(tree, torch.Tensor):
-        yield name, tree
-    elif isinstance(tree, tuple):
+    return ((name, leaf) for name, leaf in iterate_leaves(tree) if isinstance(leaf, torch.Tensor))
+
+
+def iterate_leaves(tree: Any, name: str = ""):
+    """Yields (dotted name, leaf) for each leaf but None."""
+    if isinstance(tree, tuple):
         keys = tree._fields if hasattr(tree, "_fields") else range(len(tree))
         for key, leaf in zip(keys, tree, strict=True):
-            yield from iterate_tensors(leaf, f"{name}.{key}" if name else str(key))
+            yield from iterate_leaves(leaf, f"{name}.{key}" if name else str(key))
+    elif tree is not None:
+        yield name, tree
 
 
 class NeuralMemoryState(NamedTuple):
@@ -114,10 +119,12 @@ class NeuralMemoryState(NamedTuple):
         memory: the op's state.
         conv_tail: (B, kernel_size - 1, 3 * H * D) each row's last inputs of the convolution, zeros before its first;
             None if the layer has no convolution.
+        kept: the `KeptMemories` of a layer with memory caching, else None.
     """
 
     memory: MemoryState
     conv_tail: torch.Tensor | None
+    kept: tuple | None = None
 
     def expand(self, batch_size: int) -> "NeuralMemoryState":
         """A state of one row as the state of ``batch_size`` equal rows."""
@@ -131,10 +138,12 @@ class SegmentState(NamedTuple):
         segment_weights: the memory's weights at the segment's start, each (B, H, D_in, D_out).
         conv_tail: (B, kernel_size - 1, H * D) each row's last inputs of the queries' convolution, counted over the
             tokens that have been read in this way; None if the layer has no convolution.
+        kept: the `KeptMemories` at the segment's start, of a layer with memory caching, else None.
     """
 
     segment_weights: tuple[torch.Tensor, ...]
     conv_tail: torch.Tensor | None
+    kept: tuple | None = None
 
 
 def number_of_rows(state: NeuralMemoryState | SegmentState) -> int:

@@ -22,6 +22,7 @@ from .call_plan import Columns, Progress, plan_columns
 from .configuration_titans import TitansConfig
 from .decoder_layer import TitansDecoderLayer
 from .generation_titans import TitansGenerationMixin
+from .kept_plan import KeptCounts
 from .layer_plan import plan_layers
 from .layer_state import Sealed
 from .memory_layer import TitansRMSNorm
@@ -207,7 +208,10 @@ class TitansModel(TitansPreTrainedModel):
         attention_count, num_kept = 0, 0
         if state is not None and state.attention is not None:
             attention_count, num_kept = state.attention.count, state.attention.keys.shape[2]
-        counts = (memory_count, attention_count, num_kept)
+        kept = KeptCounts(0, 0, 0)
+        if state is not None and state.memory.kept is not None:
+            kept = state.memory.kept.counts
+        counts = (memory_count, attention_count, num_kept, kept)
         return Sealed(plan_layers(self.config, hidden_states, columns, *counts, self.rotary_emb))
 
     def _read_with_mark(self, hidden_states, columns: Columns, cache: TitansCache, output_surprise: bool):

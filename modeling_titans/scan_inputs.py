@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tensors and options of a scan over chunks, and what comes of it: what every implementation of a scan takes.
 
-Shapes: N chunks, G rows times heads, b tokens in a chunk of which b_q are read, D head dimension.
+Shapes: N chunks, G rows times heads, b tokens in a chunk of which b_q are read, D head dimension, K kept weights.
 """
 
 from typing import NamedTuple
@@ -13,11 +13,33 @@ from .inner_network import InnerNetwork
 from .state_pair import Products
 
 
+class Rule(NamedTuple):
+    """How a memory learns.
+
+    Attributes:
+        dot: whether the inner loss is -<M(k), v>, not |M(k) - v|^2.
+        sliding: whether the write slides over the last two tokens (`chunk_coefficients`), not carries on momentum.
+        linear: whether it is of a matrix memory alone: one layer, no residual, no norm.
+    """
+
+    dot: bool = False
+    sliding: bool = False
+    linear: bool = False
+
+
+RULES = {
+    "titans": Rule(),
+    "dla": Rule(dot=True),
+    "linear_attention": Rule(dot=True, linear=True),
+    "swla": Rule(dot=True, sliding=True, linear=True),
+}
+
+
 class ScanOptions(NamedTuple):
     """Static facts of a scan: see `chunk_scan`.
 
     ``products``: what operands of matrix products are rounded to, or None for not at all; ``compiled``: whether spans
-    of whole chunks go through torch.compile.
+    of whole chunks go through torch.compile; ``rule``: inner loss and coefficients.
     """
 
     depth: int
@@ -28,6 +50,7 @@ class ScanOptions(NamedTuple):
     surprise: bool
     products: torch.dtype | None = None
     compiled: bool = False
+    rule: Rule = RULES["titans"]
 
 
 class ScanInputs(NamedTuple):
@@ -48,35 +71,38 @@ class ScanInputs(NamedTuple):
     forget_to: tuple[torch.Tensor, ...] | None
     start_weights: tuple[torch.Tensor, ...] | None
     start_momentum: tuple[torch.Tensor, ...] | None
+    kept: tuple[torch.Tensor, ...] | None = None
+    mix: torch.Tensor | None = None
 
     def flatten(self) -> list[torch.Tensor | None]:
         # A list first: older compilers cannot slice a named tuple.
         fields = list(self)
         flat = fields[:10]
-        for group in fields[10:]:
+        for group in fields[10:-1]:
             flat.extend(group if group is not None else [None] * len(self.weights))
-        return flat
+        return [*flat, self.mix]
 
     @classmethod
     def unflatten(cls, flat, depth: int) -> "ScanInputs":
-        groups = [tuple(flat[10 + i * depth : 10 + (i + 1) * depth]) for i in range(5)]
-        return cls(*flat[:10], *(None if group[0] is None else group for group in groups))
+        groups = [tuple(flat[10 + i * depth : 10 + (i + 1) * depth]) for i in range(6)]
+        return cls(*flat[:10], *(None if group[0] is None else group for group in groups), flat[10 + 6 * depth])
 
     def network(self, options: ScanOptions) -> InnerNetwork:
         """The memory network for the tokens of one chunk."""
         products = Products(options.products, self.theta.dtype)
-        return InnerNetwork(options.residual, self.norm_weight, self.norm_bias, options.norm_eps, products)
+        norm = (self.norm_weight, self.norm_bias, options.norm_eps)
+        return InnerNetwork(options.residual, *norm, products, options.rule.dot)
 
     @staticmethod
     def num_tensors(depth: int) -> int:
         """The length of `flatten()`."""
-        return 10 + 5 * depth
+        return 11 + 6 * depth
 
     def slice_chunks(self, begin: int, end: int) -> "ScanInputs":
         """Chunks begin..end - 1."""
-        flat = self.flatten()
-        flat[:8] = [t if t is None else t[begin:end] for t in flat[:8]]
-        return ScanInputs.unflatten(flat, len(self.weights))
+        fields = list(self)
+        *first, mix = [t if t is None else t[begin:end] for t in (*fields[:8], self.mix)]
+        return ScanInputs(*first, *fields[8:-1], mix)
 
 
 class ScanResult(NamedTuple):

@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 
 from .attention_layout import AttentionLayout
+from .kept_plan import KeptCounts
+from .memory_caching import CachingOptions
 from .token_layout import (
     TensorTable,
     TokenDocuments,
@@ -85,6 +87,7 @@ class SegmentOptions:
     chunk_size: int
     num_persistent: int
     implementation: str
+    caching: CachingOptions | None = None
 
     def attention(
         self, shape, device, count, num_kept: int, kept_later: int = 0, memory: TokenLayout | None = None
@@ -104,8 +107,14 @@ class SegmentOptions:
             is_segment=True,
         )
 
-    def memory(self, count, mask=None) -> TokenLayout:
-        return TokenLayout.build(mask, count=count % self.chunk_size, chunk_size=self.chunk_size)
+    def memory(self, count, kept: KeptCounts, shape, device, mask=None) -> tuple[TokenLayout, KeptCounts]:
+        """The layout of a piece, and how far memory caching is behind it."""
+        layout = TokenLayout.build(mask, count=count % self.chunk_size, chunk_size=self.chunk_size)
+        if self.caching is None:
+            return layout, kept
+        layout = self.caching.plan(layout, kept, shape, device)
+        plan = layout.kept
+        return layout, KeptCounts(plan.closed, plan.left, plan.carried.shape[1])
 
 
 def plan_segments(
@@ -113,6 +122,7 @@ def plan_segments(
     shape: tuple[int, int],
     count: int | torch.Tensor,
     num_kept: int,
+    kept: KeptCounts,
     position_embeddings: tuple[torch.Tensor, torch.Tensor],
     mask: torch.Tensor | None = None,
     document_starts: torch.Tensor | None = None,
@@ -124,12 +134,13 @@ def plan_segments(
         shape: (B, T).
         count: tokens in each row's open segment, an int if all rows are alike, else (B,).
         num_kept: places that the state has for them.
+        kept: how far memory caching is; without it, without a meaning.
         position_embeddings: cos and sin of the columns, (B or 1, T, D) each.
         mask: (B, T) bool real tokens; None if all rows are alike.
         document_starts: (B, T) bool, real tokens that begin a document in a row that has read another, or None.
     """
     if mask is None:
-        return _alike_rows(options, shape, count, position_embeddings)
+        return _alike_rows(options, shape, count, kept, position_embeddings)
     tokens = _locate(options.segment_length, shape, count, mask, document_starts)
     facts = _facts(tokens, options.segment_length, options.chunk_size)
     lengths = tuple(fact.length for fact in facts)
@@ -139,7 +150,9 @@ def plan_segments(
     pieces, num_kept = [], _places(num_kept, options.segment_length)
     for n, fact in enumerate(facts):
         before = tokens.before[:, n]
-        memory = options.memory(before, masks[n])
+        if fact.restarts:
+            kept = kept.restart(tokens.restart[:, n])
+        memory, kept = options.memory(before, kept, tuple(masks[n].shape), mask.device, masks[n])
         pieces.append(
             SegmentPiece(
                 masks[n],
@@ -244,7 +257,7 @@ def _columns(tokens: _Tokens, lengths: tuple[int, ...]) -> tuple[torch.Tensor, t
     return columns_by_place(place, sum(lengths)), place
 
 
-def _alike_rows(options: SegmentOptions, shape, count: int, position_embeddings) -> SegmentPlan:
+def _alike_rows(options: SegmentOptions, shape, count: int, kept: KeptCounts, position_embeddings) -> SegmentPlan:
     pieces, lengths, layouts, begin = [], [], {}, 0
     device = position_embeddings[0].device
     while begin < shape[1]:
@@ -257,7 +270,8 @@ def _alike_rows(options: SegmentOptions, shape, count: int, position_embeddings)
         if key not in layouts:
             layouts[key] = options.attention((shape[0], end - begin), device, count, count)
         cos_sin = tuple(t[:, begin:end] for t in position_embeddings)
-        pieces.append(SegmentPiece(None, None, closed, options.memory(count), layouts[key], cos_sin))
+        memory, kept = options.memory(count, kept, (shape[0], end - begin), device)
+        pieces.append(SegmentPiece(None, None, closed, memory, layouts[key], cos_sin))
         lengths.append(end - begin)
         begin, count = end, 0
     return SegmentPlan(tuple(pieces), tuple(lengths), None, None)

@@ -26,15 +26,19 @@ def enter_piece(state: TitansLayerState, start: TitansLayerState | None, piece: 
     chunk = None if missing else memory.chunk
     memory = MemoryState(memory.weights, memory.momentum, pending, piece.memory.count, chunk)
     attention = _widened(state.attention, piece)
-    state = TitansLayerState(NeuralMemoryState(memory, state.memory.conv_tail), attention, state.segment)
+    state = TitansLayerState(state.memory._replace(memory=memory), attention, state.segment)
     if piece.restart is None:
         return state
+    kept, segment = state.memory.kept, state.segment
+    if kept is not None:
+        kept, segment_kept = (k.restart(piece.restart, *start.memory.memory[:2]) for k in (kept, segment.kept))
+        segment = segment._replace(kept=segment_kept)
     weights, momentum = _where(piece.restart, start.memory.memory[:2], memory[:2])
     pending = map_tensors(lambda t: _where(piece.restart, torch.zeros_like(t), t), memory.pending)
     memory = MemoryState(weights, momentum, pending, piece.memory.count)
     tail = _where(piece.restart, start.memory.conv_tail, state.memory.conv_tail)
-    segment = SegmentState(*_where(piece.restart, start.segment, state.segment))
-    return TitansLayerState(NeuralMemoryState(memory, tail), state.attention, segment)
+    segment = SegmentState(*_where(piece.restart, start.segment[:2], segment[:2]), segment.kept)
+    return TitansLayerState(NeuralMemoryState(memory, tail, kept), state.attention, segment)
 
 
 def _widened(attention: AttentionState, piece: SegmentPiece) -> AttentionState:
@@ -45,13 +49,17 @@ def _widened(attention: AttentionState, piece: SegmentPiece) -> AttentionState:
 
 
 def leave_piece(state: TitansLayerState, piece: SegmentPiece) -> TitansLayerState:
-    """At a segment's end the memory's weights become those that the next segment reads."""
+    """At a segment's end the memory's weights, and what it has kept, become what the next segment reads."""
     if piece.closed is False:
         return state
-    weights = state.memory.memory.weights
+    weights, kept = state.memory.memory.weights, state.memory.kept
+    if kept is not None:
+        kept = kept._replace(runners=())
     if piece.closed is not True:
         weights = _where(piece.closed, weights, state.segment.segment_weights)
-    return state._replace(segment=state.segment._replace(segment_weights=weights))
+        if kept is not None:
+            kept = kept.where(piece.closed, state.segment.kept)
+    return state._replace(segment=state.segment._replace(segment_weights=weights, kept=kept))
 
 
 def _where(rows: torch.Tensor, chosen, other):

@@ -2,9 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Puts a block's state together from a file's tensors, and refuses what cannot have been one."""
 
+from types import SimpleNamespace
+
 import torch
 
+from .kept_memories import KeptMemories
 from .layer_state import AttentionState, TitansLayerState
+from .memory_caching import CachingOptions
 from .memory_state import MemoryState, NeuralMemoryState, OpenChunk, PendingTokens, SegmentState, iterate_tensors
 
 
@@ -12,7 +16,7 @@ def state_from_tensors(tensors: dict, geometry: dict, batch_size: int) -> Titans
     """Puts a layer's state together.
 
     Args:
-        tensors: the state's tensors in nested dictionaries, by field name or index.
+        tensors: the state's tensors, and what kept memories count, in nested dictionaries, by field name or index.
         geometry: values of the fields that `VARIANT_GEOMETRY` names.
         batch_size: B.
 
@@ -39,16 +43,18 @@ def counts_of(state: TitansLayerState) -> list:
     """What all layers of a cache have alike: tokens pending, keys kept, and how many of them each row has."""
     memory, attention = state.memory.memory, state.attention
     counts = [memory.pending.k.shape[1], memory.count]
-    return counts if attention is None else [*counts, attention.keys.shape[2], attention.count]
+    if attention is not None:
+        counts += [attention.keys.shape[2], attention.count]
+    return counts if state.memory.kept is None else [*counts, *state.memory.kept.counts]
 
 
 def _check_kinds(state: TitansLayerState) -> None:
     """Numbers where numbers belong, in float32 at least where the memory's weights are."""
     exact = (torch.float32, torch.float64)
     for name, tensor in iterate_tensors(state):
-        if name.endswith("count"):
+        if name.endswith(("count", "closed", "left")):
             allowed = (torch.long,)
-        elif any(group in name for group in ("weights", "momentum", "pending", "chunk")):
+        elif any(group in name for group in ("weights", "momentum", "pending", "chunk", "kept")):
             allowed = exact
         else:
             allowed = (*exact, torch.bfloat16, torch.float16)
@@ -61,6 +67,9 @@ def _check_counts(state: TitansLayerState, geometry: dict) -> None:
     chunk_size = geometry["memory_chunk_size"]
     memory, attention = state.memory.memory, state.attention
     _check_count("memory.count", memory.count, memory.pending.k.shape[1], chunk_size)
+    for name, kept in (("memory", state.memory.kept), ("segment", state.segment and state.segment.kept)):
+        if kept is not None:
+            _check_kept(name, kept, geometry)
     if attention is None:
         return
     window = geometry["segment_length" if geometry["variant"] == "mac" else "sliding_window"]
@@ -78,6 +87,34 @@ def _check_count(name: str, count: int | torch.Tensor, width: int, size: int) ->
     counts = torch.as_tensor(count)
     if width >= size or not bool(((counts >= 0) & (counts <= width)).all()):
         raise ValueError(f"the state's {name} must be within {size - 1}, got {count} in {width} places")
+
+
+def _check_kept(name: str, kept: KeptMemories, geometry: dict) -> None:
+    """There is a place for each memory that was kept, and the running segment is not complete."""
+    closed, left = torch.as_tensor(kept.closed), torch.as_tensor(kept.left)
+    length, places = geometry["cache_segment_length"], kept.weights[0].shape[1]
+    if not bool(((left >= 0) & (left < length)).all()):
+        raise ValueError(f"the state's {name}.kept.left must be within {length - 1}, got {kept.left}")
+    number = _caching(geometry).kept.numbers(closed)
+    if not bool(((closed >= 0) & (number <= places)).all()) or (closed.dim() == 0 and int(number) != places):
+        raise ValueError(
+            f"the state's {name}.kept.closed must be of as many memories as are kept, {places}, got {kept.closed}"
+        )
+
+
+def _caching(geometry: dict) -> CachingOptions | None:
+    return CachingOptions.of(SimpleNamespace(**geometry, cache_top_k=1))
+
+
+def _kept_template(tensors: dict, layers: tuple, batch_size: int, is_gated: bool, has_runners: bool) -> KeptMemories:
+    """Of a layer's state whose weights have the shapes of ``layers``."""
+    places = tensors["weights"]["0"].shape[1]
+    weights = tuple(_shape(batch_size, places, *w.shape[1:]) for w in layers)
+    keys = _shape(batch_size, places, *layers[0].shape[1:3]) if is_gated else None
+    total = _shape(batch_size, *layers[0].shape[1:3]) if is_gated else None
+    counts = [n if isinstance(n, int) else _shape(batch_size) for n in (tensors["closed"], tensors["left"])]
+    runners = ((layers, layers),) * (len(tensors.get("runners", {})) if has_runners else 0)
+    return KeptMemories(weights, keys, total, *counts, runners)
 
 
 def _template(tensors: dict, geometry: dict, batch_size: int) -> TitansLayerState:
@@ -100,15 +137,24 @@ def _template(tensors: dict, geometry: dict, batch_size: int) -> TitansLayerStat
         scalars = _shape(batch_size, num_heads, 1 + pending)
         chunk = OpenChunk(inner[:-1], inner, _shape(batch_size, num_heads, 1), scalars, scalars)
     state = MemoryState(layers, layers, PendingTokens(vector, vector, gate, gate, gate), count, chunk)
+    caching, kept = _caching(geometry), None
+    if caching is not None:
+        has_runners = caching.kept.logarithmic and caching.kept.restarts
+        kept = _kept_template(tensors["memory"]["kept"], layers, batch_size, caching.is_gated, has_runners)
     attention = segment = None
     if geometry["variant"] != "lmm":
         parts, is_mac = tensors["attention"], geometry["variant"] == "mac"
-        kept = parts["keys"].shape[2]
-        keys = _shape(batch_size, geometry["num_key_value_heads"], kept, geometry["head_dim"])
+        places = parts["keys"].shape[2]
+        keys = _shape(batch_size, geometry["num_key_value_heads"], places, geometry["head_dim"])
         retrieved = (keys, keys) if is_mac else (None, None)
-        attention = AttentionState(keys, keys, *retrieved, _shape(batch_size) if "count" in parts else kept)
-        segment = SegmentState(layers, segment_tail) if is_mac else None
-    return TitansLayerState(NeuralMemoryState(state, tail), attention, segment)
+        attention = AttentionState(keys, keys, *retrieved, _shape(batch_size) if "count" in parts else places)
+        if is_mac:
+            segment_kept = None
+            if caching is not None:
+                parts = tensors["segment"]["kept"]
+                segment_kept = _kept_template(parts, layers, batch_size, caching.is_gated, False)
+            segment = SegmentState(layers, segment_tail, segment_kept)
+    return TitansLayerState(NeuralMemoryState(state, tail, kept), attention, segment)
 
 
 def _shape(*shape: int) -> torch.Tensor:
@@ -123,12 +169,19 @@ def _fill(template, tensors, found: dict, name: str):
     if not isinstance(template, tuple):
         return template
     keys = getattr(template, "_fields", range(len(template)))
+    # A file holds no tensors of an empty tuple, which is what an open chunk of a single layer has for hidden inputs.
     leaves = [
-        part if part is None or isinstance(part, int) else _fill(part, tensors[str(key)], found, f"{name}.{key}")
+        _fill(part, tensors[str(key)], found, f"{name}.{key}") if _has_tensors(part) else part
         for key, part in zip(keys, template, strict=True)
     ]
     return type(template)(*leaves) if hasattr(template, "_fields") else tuple(leaves)
 
 
+def _has_tensors(part) -> bool:
+    return isinstance(part, torch.Tensor) or (isinstance(part, tuple) and len(part) > 0)
+
+
 def _count_tensors(tensors) -> int:
-    return sum(_count_tensors(t) for t in tensors.values()) if isinstance(tensors, dict) else 1
+    if isinstance(tensors, dict):
+        return sum(_count_tensors(t) for t in tensors.values())
+    return int(isinstance(tensors, torch.Tensor))

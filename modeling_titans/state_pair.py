@@ -40,6 +40,12 @@ class Products(NamedTuple):
             return torch.bmm(x, y)
         return torch.bmm(self.operand(x), self.operand(y)).to(self.result)
 
+    def matmul(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """As `mm`, of any leading dimensions, for autograd."""
+        if self.dtype is None:
+            return x @ y
+        return (self.operand(x) @ self.operand(y)).to(self.result)
+
     def add_(self, z: torch.Tensor, x: torch.Tensor, y: torch.Tensor, alpha: float = 1.0) -> torch.Tensor:
         """z + alpha x y, in place of z."""
         if self.dtype is None:
@@ -47,8 +53,26 @@ class Products(NamedTuple):
         return z.add_(torch.bmm(self.operand(x), self.operand(y)), alpha=alpha)
 
 
+def product_dtype(x: torch.Tensor, result: torch.dtype) -> torch.dtype | None:
+    """What operands of products are rounded to where tokens x read weights without writing, for results in ``result``.
+
+    On an accelerator tokens in 16 bits, as its kernels round them; on a processor what the user has allowed.
+    """
+    if result != torch.float32:
+        return None
+    if x.device.type != "cpu" and x.dtype in (torch.bfloat16, torch.float16):
+        return x.dtype
+    return torch.bfloat16 if float32_matmul_precision() == "medium" else None
+
+
+# Compilers cannot trace torch's getter; the answer is settled before a model runs.
+@torch.compiler.assume_constant_result
+def float32_matmul_precision() -> str:
+    return torch.get_float32_matmul_precision()
+
+
 def scaled(x: torch.Tensor, coefficients: torch.Tensor) -> torch.Tensor:
-    """[c x, d x]: (..., b, D), (..., b, 2) -> (..., b, 2 D)."""
+    """[c x, d x, ...]: (..., b, D), (..., b, n) -> (..., b, n D)."""
     return (x.unsqueeze(-2) * coefficients.unsqueeze(-1)).flatten(-2)
 
 
@@ -109,7 +133,8 @@ class StatePair(NamedTuple):
         for x, r in factors:
             left, right = (r, x) if self.transposed else (x, r)
             total = products.mm(left.mT, right) if total is None else products.add_(total, left.mT, right)
-        pair.chunk(2, -2)[0].add_(total)
+        if total is not None:
+            pair.chunk(2, -2)[0].add_(total)
 
 
 def _dot_halves(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

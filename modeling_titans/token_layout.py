@@ -140,6 +140,7 @@ class TokenLayout(TensorTable):
         mask: (B, T) which tokens are real, or None if all are.
         document_starts: (B, T) real tokens that begin a document in a row that has read another one, or None.
         slots: the table, or None if all rows are alike: every token real, one document, the same count.
+        kept: the `KeptPlan` of a memory with caching, else None.
     """
 
     chunk_size: int
@@ -148,6 +149,7 @@ class TokenLayout(TensorTable):
     document_starts: torch.Tensor | None = None
     slots: SlotTable | None = None
     documents: TokenDocuments | None = None
+    kept: TensorTable | None = None
 
     @classmethod
     def build(

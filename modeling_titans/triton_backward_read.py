@@ -143,6 +143,7 @@ def launch_reader_backward(
             FORGET_TO=forget_to is not None,
             RESIDUAL=network.residual,
             NORM=network.norm_weight is not None,
+            DOT=network.dot,
             PRECISION=precision_that_fits(precision, *k.shape[-2:]),
             **launch,
         )
@@ -265,6 +266,7 @@ def _reader_backward_kernel(
     FORGET_TO: tl.constexpr,
     RESIDUAL: tl.constexpr,
     NORM: tl.constexpr,
+    DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Program n * G + g: some queries of chunk n of row and head g, from ``first_query`` on.
@@ -327,7 +329,7 @@ def _reader_backward_kernel(
     if NORM:
         norm_weight = load_row(norm_weight_ptr + g * D, features, D)
         norm_bias = load_row(norm_bias_ptr + g * D, features, D)
-    _, top, _, _ = top_error(k_top, v_top, f_key, norm_weight, norm_bias, features, eps, D, RESIDUAL, NORM)
+    _, top, _, _ = top_error(k_top, v_top, f_key, norm_weight, norm_bias, features, eps, D, RESIDUAL, NORM, DOT)
     A = load_tile(A_at, tokens, queries, 1, B, B, BQ)
     weighted = -A * scores
     f = dot(top, weighted, f, PRECISION)

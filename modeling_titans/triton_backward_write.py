@@ -126,6 +126,7 @@ def launch_writer_backward(
         FORGET_TO=forget_to is not None,
         RESIDUAL=network.residual,
         NORM=network.norm_weight is not None,
+        DOT=network.dot,
         PRECISION=precision_that_fits(precision, *k.shape[-2:]),
         **launch,
     )
@@ -145,6 +146,7 @@ def _load_top(
     B: tl.constexpr,
     RESIDUAL: tl.constexpr,
     NORM: tl.constexpr,
+    DOT: tl.constexpr,
 ):
     """`top_error` of a chunk's keys, and LN's scale."""
     norm_weight, norm_bias = features, features
@@ -154,25 +156,37 @@ def _load_top(
     k = load_tile(k_at, features, tokens, 1, D, D, B).to(tl.float32)
     v = load_tile(v_at, features, tokens, 1, D, D, B).to(tl.float32)
     f = load_tile(f_at, features, tokens, 1, D, D, B)
-    error, top, x_hat, rstd = top_error(k, v, f, norm_weight, norm_bias, features, eps, D, RESIDUAL, NORM)
+    error, top, x_hat, rstd = top_error(k, v, f, norm_weight, norm_bias, features, eps, D, RESIDUAL, NORM, DOT)
     return error, top, x_hat, rstd, norm_weight
 
 
 @triton.jit
-def _top_adjoint(g_bar, error, g, x_hat, rstd, norm_weight, features, D: tl.constexpr, NORM: tl.constexpr):
-    """Back through g = LN'(2 (M - v)), M = k + LN(f), all (BLOCK_D, BLOCK_B): the gradients by f and by M.
+def _top_adjoint(
+    g_bar, error, g, x_hat, rstd, norm_weight, features, D: tl.constexpr, NORM: tl.constexpr, DOT: tl.constexpr
+):
+    """Back through g = LN'(error), error = 2 (M - v) or, if DOT, -v, M = k + LN(f), all (BLOCK_D, BLOCK_B).
 
     Returns:
-        (f_bar, output_bar, weight_bar): the last by LN's scale, for each token by itself.
+        (f_bar, output_bar, v_bar, weight_bar): the gradients by f, M, v and, for each token by itself, LN's scale.
     """
     f_bar = 2.0 * g_bar
     output_bar = f_bar
+    v_bar = -output_bar
     weight_bar = f_bar
+    if DOT:
+        f_bar = tl.zeros(g_bar.shape, tl.float32)
+        output_bar = f_bar
+        v_bar = -g_bar
     if NORM:
         scaled = error * norm_weight[:, None]
         scaled_bar = norm_jacobian(g_bar, x_hat, rstd, features, D)
-        output_bar = 2.0 * scaled_bar * norm_weight[:, None]
-        weight_bar = scaled_bar * error + output_bar * x_hat
+        if DOT:
+            v_bar = -scaled_bar * norm_weight[:, None]
+            weight_bar = scaled_bar * error
+        else:
+            output_bar = 2.0 * scaled_bar * norm_weight[:, None]
+            v_bar = -output_bar
+            weight_bar = scaled_bar * error + output_bar * x_hat
         # g depends on f directly through the error, and through x_hat and 1 / sigma in LN's Jacobian.
         along, along_bar = tl.sum(scaled * x_hat, 0) / D, tl.sum(g_bar * x_hat, 0) / D
         x_hat_bar = output_bar * norm_weight[:, None] - rstd[None, :] * (
@@ -180,7 +194,7 @@ def _top_adjoint(g_bar, error, g, x_hat, rstd, norm_weight, features, D: tl.cons
         )
         rstd_bar = tl.sum(g_bar * g, 0) / D
         f_bar = norm_jacobian(x_hat_bar, x_hat, rstd, features, D) - x_hat * (rstd_bar * rstd)[None, :]
-    return f_bar, output_bar, weight_bar
+    return f_bar, output_bar, v_bar, weight_bar
 
 
 @triton.jit
@@ -351,6 +365,7 @@ def _writer_backward_kernel(
     FORGET_TO: tl.constexpr,
     RESIDUAL: tl.constexpr,
     NORM: tl.constexpr,
+    DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Program g: row and head g through all chunks, the last one first."""
@@ -421,6 +436,7 @@ def _writer_backward_kernel(
             B,
             RESIDUAL,
             NORM,
+            DOT,
         )
         top_bar = load_tile(read_top_bar_ptr + token, features, tokens, 1, D, D, B)
         d, m = tl.load(end_d_ptr + at), tl.load(end_m_ptr + at)
@@ -486,14 +502,17 @@ def _writer_backward_kernel(
             B,
             RESIDUAL,
             NORM,
+            DOT,
         )
         top_bar = load_tile(read_top_bar_ptr + token, features, tokens, 1, D, D, B)
-        f_bar, output_bar, weight_bar = _top_adjoint(top_bar, error, top, x_hat, rstd, norm_weight, features, D, NORM)
-        store_tile(v_bar_ptr + token, -output_bar, features, tokens, 1, D, D, B)
+        f_bar, output_bar, v_bar, weight_bar = _top_adjoint(
+            top_bar, error, top, x_hat, rstd, norm_weight, features, D, NORM, DOT
+        )
+        store_tile(v_bar_ptr + token, v_bar, features, tokens, 1, D, D, B)
         if NORM:
             tl.store(norm_weight_bar_ptr + at * D + features, tl.sum(weight_bar, 1), mask=features < D)
             tl.store(norm_bias_bar_ptr + at * D + features, tl.sum(output_bar, 1), mask=features < D)
-        if RESIDUAL:
+        if RESIDUAL and not DOT:
             k_bar = load_tile(read_k_bar_ptr + token, features, tokens, 1, D, D, B) + output_bar
             store_tile(read_k_bar_ptr + token, k_bar, features, tokens, 1, D, D, B)
         tl.debug_barrier()
@@ -527,13 +546,19 @@ def _writer_backward_kernel(
                 w_bar = dot(top, first_g_bar * slope, w_bar, PRECISION)
                 z_bar = first_g_bar * curvature * load_tile(p_ptr + hidden_token, tokens, hidden, H, 1, B, H)
                 a_bar = load_tile(read_hidden_bar_ptr + hidden_token, tokens, hidden, H, 1, B, H)
-                z_bar += slope * dot(tl.trans(f_bar), w, a_bar, PRECISION)
+                if NORM or not DOT:
+                    a_bar = dot(tl.trans(f_bar), w, a_bar, PRECISION)
+                z_bar += slope * a_bar
                 store_tile(read_first_g_bar_ptr + hidden_token, z_bar, tokens, hidden, H, 1, B, H)
             else:
                 a = load_tile(k_ptr + token, tokens, hidden, D, 1, B, D)
                 a_bar = load_tile(read_k_bar_ptr + token, tokens, hidden, D, 1, B, D)
-                store_tile(k_bar_ptr + token, dot(tl.trans(f_bar), w, a_bar, PRECISION), tokens, hidden, D, 1, B, D)
-            w_bar = dot(f_bar, a, w_bar, PRECISION)
+                if NORM or not DOT:
+                    a_bar = dot(tl.trans(f_bar), w, a_bar, PRECISION)
+                store_tile(k_bar_ptr + token, a_bar, tokens, hidden, D, 1, B, D)
+            # Else g_L depends on no result of the last layer.
+            if NORM or not DOT:
+                w_bar = dot(f_bar, a, w_bar, PRECISION)
             store_tile(last_w_bar_ptr + start, w_bar, features, hidden, 1, D, D, H)
         c_sum += tl.sum(c_bar, 0)
 

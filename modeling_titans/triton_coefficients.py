@@ -6,6 +6,10 @@ A chunk's rows of coefficients follow from each other as the weights they stand 
 
     E_t = eta_t E_{t-1} + theta_t 1_t        A_t = (1 - alpha_t) A_{t-1} + E_t        (1_t: one at i = t)
 
+or, where the write slides over the last two tokens,
+
+    E_t = 1_t                                A_t = (1 - alpha_t) A_{t-1} + eta_t E_{t-1} + theta_t 1_t
+
 which is a few instructions per row where the products of two triangles would be b^3 in float32, and knows neither
 quotients nor logarithms: gates of exactly 0 and 1 are no exceptions. The adjoint goes through the rows in reverse.
 
@@ -32,6 +36,7 @@ def launch_coefficients(
     eta: torch.Tensor,
     full: torch.Tensor | None,
     config: LaunchConfig | None = None,
+    sliding: bool = False,
 ) -> tuple[ReadCoefficients, EndCoefficients]:
     """The coefficients of N chunks, for all their b tokens. Titans, eq. 13-14, unrolled; see `chunk_coefficients`.
 
@@ -39,6 +44,7 @@ def launch_coefficients(
         theta, alpha, eta: (N, G, b) float32, contiguous.
         full: (N, G) bool, contiguous, or None: chunks whose update takes place.
         config: how to launch; None: the default.
+        sliding: whether the write slides over the last two tokens.
 
     Returns:
         At each token c, d (N, G, b) and A (N, G, b, b); at the chunk's end c, d, m (N, G) and A, E (N, G, b); float32.
@@ -56,6 +62,7 @@ def launch_coefficients(
         b=b,
         BT=block_of(b),
         HAS_FULL=full is not None,
+        SLIDING=sliding,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
@@ -71,6 +78,7 @@ def launch_coefficients_backward(
     read_bar: ReadCoefficients,
     end_bar: EndCoefficients,
     config: LaunchConfig | None = None,
+    sliding: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of the gates, given those of the coefficients; see `chunk_coefficients_adjoint`.
 
@@ -78,7 +86,7 @@ def launch_coefficients_backward(
         theta, alpha, eta, full: what `launch_coefficients` was given; ``read``: what it returned.
         read_bar: c, d (N, G, b_q) and A (N, G, b_q, b): an outer loss's gradients at the tokens that are read.
         end_bar: c, d, m (N, G) and A, E (N, G, b); ignored where ``full`` is false.
-        config: how to launch; None: the default.
+        config, sliding: as for `launch_coefficients`.
 
     Returns:
         The gradients of theta, alpha and eta, (N, G, b) float32.
@@ -88,7 +96,7 @@ def launch_coefficients_backward(
     """
     b, capability = theta.shape[-1], capability_of(theta)
     config = config or config_for("coefficients_backward", 0, 0, b, capability)
-    E, m = torch.empty_like(read.A), torch.empty_like(theta)
+    E, m = (None, None) if sliding else (torch.empty_like(read.A), torch.empty_like(theta))
     bars = tuple(torch.empty_like(theta) for _ in range(3))
     _coefficients_backward_kernel[(theta.shape[0] * theta.shape[1],)](
         *(theta, alpha, eta, theta if full is None else full, *read, E, m, *read_bar, *end_bar, *bars),
@@ -96,6 +104,7 @@ def launch_coefficients_backward(
         b_q=read_bar.c.shape[-1],
         BT=block_of(b),
         HAS_FULL=full is not None,
+        SLIDING=sliding,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
@@ -119,6 +128,7 @@ def _coefficients_kernel(
     b: tl.constexpr,
     BT: tl.constexpr,
     HAS_FULL: tl.constexpr,
+    SLIDING: tl.constexpr,
 ):
     chunk = tl.program_id(0).to(tl.int64)
     token = tl.arange(0, BT)
@@ -127,10 +137,16 @@ def _coefficients_kernel(
     c, d, m = 1.0, 0.0, 1.0
     for t in range(b):
         keep, eta = 1.0 - tl.load(alpha_ptr + gates + t), tl.load(eta_ptr + gates + t)
-        E = E * eta + tl.where(token == t, tl.load(theta_ptr + gates + t), 0.0)
-        A = A * keep + E
-        m = m * eta
-        d = d * keep + m
+        if SLIDING:
+            A = A * keep + E * eta + tl.where(token == t, tl.load(theta_ptr + gates + t), 0.0)
+            d = d * keep + m * eta
+            E = tl.where(token == t, 1.0, 0.0)
+            m = m * 0.0
+        else:
+            E = E * eta + tl.where(token == t, tl.load(theta_ptr + gates + t), 0.0)
+            A = A * keep + E
+            m = m * eta
+            d = d * keep + m
         c = c * keep
         tl.store(c_ptr + gates + t, c)
         tl.store(d_ptr + gates + t, d)
@@ -173,20 +189,22 @@ def _coefficients_backward_kernel(
     b_q: tl.constexpr,
     BT: tl.constexpr,
     HAS_FULL: tl.constexpr,
+    SLIDING: tl.constexpr,
 ):
-    """E, m: scratch, (N, G, b, b) and (N, G, b). Of b tokens the last b_q have bars."""
+    """E, m: scratch, (N, G, b, b) and (N, G, b), None if SLIDING. Of b tokens the last b_q have bars."""
     chunk = tl.program_id(0).to(tl.int64)
     token = tl.arange(0, BT)
     real = token < b
     gates, rows, queries = chunk * b, chunk * (b * b), chunk * b_q - (b - b_q)
-    E, m = tl.zeros([BT], tl.float32), 1.0
-    for t in range(b):
-        eta = tl.load(eta_ptr + gates + t)
-        E = E * eta + tl.where(token == t, tl.load(theta_ptr + gates + t), 0.0)
-        m = m * eta
-        tl.store(E_ptr + rows + t * b + token, E, mask=real)
-        tl.store(m_ptr + gates + t, m)
-    tl.debug_barrier()
+    if not SLIDING:
+        E, m = tl.zeros([BT], tl.float32), 1.0
+        for t in range(b):
+            eta = tl.load(eta_ptr + gates + t)
+            E = E * eta + tl.where(token == t, tl.load(theta_ptr + gates + t), 0.0)
+            m = m * eta
+            tl.store(E_ptr + rows + t * b + token, E, mask=real)
+            tl.store(m_ptr + gates + t, m)
+        tl.debug_barrier()
 
     # The bars of all that later rows, and the chunk's end, make of row t.
     A_bar = tl.load(end_A_bar_ptr + gates + token, mask=real, other=0.0)
@@ -204,17 +222,27 @@ def _coefficients_backward_kernel(
         c_bar += tl.load(c_bar_ptr + queries + t, mask=is_read, other=0.0)
         d_bar += tl.load(d_bar_ptr + queries + t, mask=is_read, other=0.0)
         A_bar += tl.load(A_bar_ptr + (queries + t) * b + token, mask=token < tl.where(is_read, b, 0), other=0.0)
-        E_bar += A_bar
-        m_bar += d_bar
-        tl.store(theta_bar_ptr + gates + token, E_bar, mask=token == t)
+        if SLIDING:
+            tl.store(theta_bar_ptr + gates + token, A_bar, mask=token == t)
+        else:
+            E_bar += A_bar
+            m_bar += d_bar
+            tl.store(theta_bar_ptr + gates + token, E_bar, mask=token == t)
         # A_{t-1} and its like; in front of the first token W is W_in and S is S_in.
         c = tl.load(c_ptr + gates + t - 1, mask=has_earlier, other=1.0)
         d = tl.load(d_ptr + gates + t - 1, mask=has_earlier, other=0.0)
-        m = tl.load(m_ptr + gates + t - 1, mask=has_earlier, other=1.0)
+        if not SLIDING:
+            m = tl.load(m_ptr + gates + t - 1, mask=has_earlier, other=1.0)
         A = tl.load(A_ptr + rows + (t - 1) * b + token, mask=token < tl.where(has_earlier, b, 0), other=0.0)
-        E = tl.load(E_ptr + rows + (t - 1) * b + token, mask=token < tl.where(has_earlier, b, 0), other=0.0)
+        if SLIDING:
+            # S_{t-1} is the pair of token t - 1 or, before the first token, S_in.
+            eta_bar = tl.sum(tl.where(token == t - 1, A_bar, 0.0), 0) + tl.where(has_earlier, 0.0, d_bar)
+        else:
+            E = tl.load(E_ptr + rows + (t - 1) * b + token, mask=token < tl.where(has_earlier, b, 0), other=0.0)
+            eta_bar = tl.sum(E_bar * E, 0) + m_bar * m
         tl.store(alpha_bar_ptr + gates + t, -(tl.sum(A_bar * A, 0) + d_bar * d + c_bar * c))
-        tl.store(eta_bar_ptr + gates + t, tl.sum(E_bar * E, 0) + m_bar * m)
+        tl.store(eta_bar_ptr + gates + t, eta_bar)
         keep, eta = 1.0 - tl.load(alpha_ptr + gates + t), tl.load(eta_ptr + gates + t)
         A_bar, d_bar, c_bar = A_bar * keep, d_bar * keep, c_bar * keep
-        E_bar, m_bar = E_bar * eta, m_bar * eta
+        if not SLIDING:
+            E_bar, m_bar = E_bar * eta, m_bar * eta

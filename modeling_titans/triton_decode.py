@@ -40,21 +40,30 @@ def _then(factor, value, next_factor, next_value):
 
 
 @triton.jit
-def _coefficients_at(theta, alpha, eta, at, tokens):
+def _coefficients_at(theta, alpha, eta, at, tokens, SLIDING: tl.constexpr):
     """c, d and A (b,) of `chunk_coefficients` at token ``at`` alone; A is zero behind it.
 
     Of one row of L and A, every entry follows from its right neighbour: L_i = (1 - alpha_{i+1}) L_{i+1}, and
-    A_i = theta_i B_i with B_i = L_i + eta_{i+1} B_{i+1}. No entry needs a quotient.
+    A_i = theta_i B_i with B_i = L_i + eta_{i+1} B_{i+1}; if SLIDING, A_i = theta_i L_i + eta_{i+1} L_{i+1}. No entry
+    needs a quotient.
     """
     is_past, has_next = tokens <= at, tokens < at
     kept_next = 1.0 - tl.load(alpha + tokens + 1, mask=has_next, other=0.0)
     kept = tl.associative_scan(kept_next, 0, _times, reverse=True)
     kept = tl.where(is_past, kept, 0.0)
     eta_next = tl.load(eta + tokens + 1, mask=has_next, other=0.0)
-    _, reached = tl.associative_scan((eta_next, kept), 0, _then, reverse=True)
-    momentum = tl.associative_scan(tl.load(eta + tokens, mask=is_past, other=1.0), 0, _times)
-    all_kept = tl.sum(tl.where(tokens == 0, kept, 0.0), 0) * (1.0 - tl.load(alpha))
-    return all_kept, tl.sum(kept * momentum, 0), reached * tl.load(theta + tokens, mask=is_past, other=0.0)
+    first_kept = tl.sum(tl.where(tokens == 0, kept, 0.0), 0)
+    if SLIDING:
+        kept_after = 1.0 - tl.load(alpha + tokens + 2, mask=tokens + 1 < at, other=0.0)
+        A = eta_next * tl.associative_scan(kept_after, 0, _times, reverse=True)
+        A += kept * tl.load(theta + tokens, mask=is_past, other=0.0)
+        d = first_kept * tl.load(eta)
+    else:
+        _, reached = tl.associative_scan((eta_next, kept), 0, _then, reverse=True)
+        momentum = tl.associative_scan(tl.load(eta + tokens, mask=is_past, other=1.0), 0, _times)
+        A = reached * tl.load(theta + tokens, mask=is_past, other=0.0)
+        d = tl.sum(kept * momentum, 0)
+    return first_kept * (1.0 - tl.load(alpha)), d, A
 
 
 @triton.jit
@@ -107,6 +116,8 @@ def _decode_kernel(
     TILE: tl.constexpr,
     RESIDUAL: tl.constexpr,
     NORM: tl.constexpr,
+    DOT: tl.constexpr,
+    SLIDING: tl.constexpr,
     FORGET_TO: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -115,7 +126,7 @@ def _decode_kernel(
     features, tokens = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_B)
     at = tl.load(at_ptr + g)
     slot = g * num_slots
-    c, d, A = _coefficients_at(theta_ptr + slot, alpha_ptr + slot, eta_ptr + slot, at, tokens)
+    c, d, A = _coefficients_at(theta_ptr + slot, alpha_ptr + slot, eta_ptr + slot, at, tokens, SLIDING)
 
     # Slots behind the query hold anything.
     is_there = (features[:, None] < D) & (tokens[None, :] <= at)
@@ -154,9 +165,10 @@ def _decode_kernel(
             mixed = _load_mixed(w, last_s, last_start, c, d, columns, features, D, H, D, FORGET_TO)
             read += tl.sum(mixed * x[:, None], 0)
             scores += tl.sum(a.to(tl.float32) * x[:, None], 0)
-        f = dot(tl.trans(w), a, f, PRECISION)
+        if NORM or not DOT:
+            f = dot(tl.trans(w), a, f, PRECISION)
 
-    _, top, _, _ = top_error(k.to(tl.float32), v, f, norm_weight, norm_bias, features, eps, D, RESIDUAL, NORM)
+    _, top, _, _ = top_error(k.to(tl.float32), v, f, norm_weight, norm_bias, features, eps, D, RESIDUAL, NORM, DOT)
 
     if DEPTH == 2:
         key_scores = A * tl.sum(k.to(tl.float32) * q[:, None], 0)
@@ -222,6 +234,8 @@ def decode(
             TILE=config.tile,
             RESIDUAL=options.residual,
             NORM=inputs.norm_weight is not None,
+            DOT=options.rule.dot,
+            SLIDING=options.rule.sliding,
             FORGET_TO=inputs.forget_to is not None,
             PRECISION=precision,
             num_warps=config.num_warps,
@@ -268,6 +282,8 @@ def _check(inputs: ScanInputs, options: ScanOptions, at: torch.Tensor) -> None:
             f"options.write is {options.write} and options.surprise {options.surprise}, expected False for both: "
             "decoding only reads"
         )
+    if inputs.mix is not None:
+        raise ValueError(f"mix is given, {tuple(inputs.mix.shape)}, expected None: no mixture of memories is decoded")
     if options.depth not in (1, 2):
         raise ValueError(f"options.depth is {options.depth}, expected 1 or 2")
     if inputs.q.shape[0] != 1 or inputs.q.shape[2] != 1:

@@ -23,7 +23,7 @@ from .chunk_coefficients import EndCoefficients
 from .inner_network import InnerNetwork
 from .triton_configs import LaunchConfig
 from .triton_launch import by_layer, launch_parameters, token_block
-from .triton_math import dot, gelu, gelu_and_slope, load_row, load_tile, operand, store_tile, top_error
+from .triton_math import dot, gelu, gelu_and_slope, layer_output, load_row, load_tile, operand, store_tile, top_error
 
 
 try:
@@ -103,6 +103,7 @@ def launch_writer(
         SURPRISE=surprise is not None,
         RESIDUAL=network.residual,
         NORM=network.norm_weight is not None,
+        DOT=network.dot,
         PRECISION=precision,
         **launch,
     )
@@ -137,6 +138,7 @@ def launch_factors(
         SURPRISE=surprise is not None,
         RESIDUAL=network.residual,
         NORM=network.norm_weight is not None,
+        DOT=network.dot,
         PRECISION=precision,
         **launch,
     )
@@ -164,6 +166,7 @@ def _error_of_keys(
     SURPRISE: tl.constexpr,
     RESIDUAL: tl.constexpr,
     NORM: tl.constexpr,
+    DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """g_L (BLOCK_D, tokens) of these keys; leaves z, f and the inner losses behind ``z_at``, ``f_at``, ..."""
@@ -178,8 +181,9 @@ def _error_of_keys(
             a = gelu(z)
         else:
             a = load_tile(k_at, hidden, tokens, 1, D, D, B)
-        last = load_tile(last_at, hidden, features, D, 1, H, D)
-        f = dot(tl.trans(last), a, f, PRECISION)
+        if NORM or SURPRISE or not DOT:
+            last = load_tile(last_at, hidden, features, D, 1, H, D)
+            f = dot(tl.trans(last), a, f, PRECISION)
     store_tile(f_at, f, features, tokens, 1, D, D, B)
 
     k = load_tile(k_at, features, tokens, 1, D, D, B).to(tl.float32)
@@ -188,9 +192,13 @@ def _error_of_keys(
     if NORM:
         norm_weight = load_row(norm_weight_at, features, D)
         norm_bias = load_row(norm_bias_at, features, D)
-    error, g, _, _ = top_error(k, v, f, norm_weight, norm_bias, features, eps, D, RESIDUAL, NORM)
+    error, g, _, _ = top_error(k, v, f, norm_weight, norm_bias, features, eps, D, RESIDUAL, NORM, DOT)
     if SURPRISE:
-        tl.store(surprise_at + tokens, 0.25 * tl.sum(error * error, 0), mask=tokens < B)
+        loss = 0.25 * tl.sum(error * error, 0)
+        if DOT:
+            output, _, _ = layer_output(k, f, norm_weight, norm_bias, features, eps, D, RESIDUAL, NORM)
+            loss = -tl.sum(output * v, 0)
+        tl.store(surprise_at + tokens, loss, mask=tokens < B)
     return g
 
 
@@ -417,6 +425,7 @@ def _writer_kernel(
     SURPRISE: tl.constexpr,
     RESIDUAL: tl.constexpr,
     NORM: tl.constexpr,
+    DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Program g: row and head g through all chunks."""
@@ -472,6 +481,7 @@ def _writer_kernel(
                 SURPRISE,
                 RESIDUAL,
                 NORM,
+                DOT,
                 PRECISION,
             )
             if B > BLOCK_B:
@@ -565,6 +575,7 @@ def _factors_kernel(
     SURPRISE: tl.constexpr,
     RESIDUAL: tl.constexpr,
     NORM: tl.constexpr,
+    DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Program (n * G + g) * blocks + i: the tokens of block i in chunk n of row and head g."""
@@ -595,6 +606,7 @@ def _factors_kernel(
         SURPRISE,
         RESIDUAL,
         NORM,
+        DOT,
         PRECISION,
     )
     if DEPTH == 2:

@@ -156,15 +156,31 @@ def layer_output(
 
 @triton.jit
 def top_error(
-    k, v, f, norm_weight, norm_bias, features, eps, D: tl.constexpr, RESIDUAL: tl.constexpr, NORM: tl.constexpr
+    k,
+    v,
+    f,
+    norm_weight,
+    norm_bias,
+    features,
+    eps,
+    D: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    NORM: tl.constexpr,
+    DOT: tl.constexpr,
 ):
     """The inner loss's gradients at the top, from f = (last layer's result at the key).
+
+    Args:
+        DOT: whether the loss is -<M(k), v>, not |M(k) - v|^2; f is then for LN alone.
 
     Returns:
         (error, g, x_hat, rstd): d loss / d M(k) and d loss / d f, both (BD, BB), and LN's intermediate values.
     """
     output, x_hat, rstd = layer_output(k, f, norm_weight, norm_bias, features, eps, D, RESIDUAL, NORM)
-    error = 2.0 * (output - v)
+    if DOT:
+        error = -v
+    else:
+        error = 2.0 * (output - v)
     g = error
     if NORM:
         g = norm_jacobian(error * norm_weight[:, None], x_hat, rstd, features, D)

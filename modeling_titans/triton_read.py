@@ -68,6 +68,7 @@ def launch_reader(
         FORGET_TO=forget_to is not None,
         RESIDUAL=network.residual,
         NORM=network.norm_weight is not None,
+        DOT=network.dot,
         PRECISION=precision,
         **launch,
     )
@@ -148,6 +149,7 @@ def _reader_kernel(
     FORGET_TO: tl.constexpr,
     RESIDUAL: tl.constexpr,
     NORM: tl.constexpr,
+    DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Program (n * G + g) * blocks + i: the queries of block i in chunk n of row and head g."""
@@ -236,7 +238,7 @@ def _reader_kernel(
         k = load_tile(k_at, features, keys, 1, D, D, B).to(tl.float32)
         v = load_tile(v_ptr + token, features, keys, 1, D, D, B).to(tl.float32)
         f_of_keys = load_tile(f_ptr + token, features, keys, 1, D, D, B)
-        _, top, _, _ = top_error(k, v, f_of_keys, norm_weight, norm_bias, features, eps, D, RESIDUAL, NORM)
+        _, top, _, _ = top_error(k, v, f_of_keys, norm_weight, norm_bias, features, eps, D, RESIDUAL, NORM, DOT)
         f = dot(top, _rows_from(scores, block, BLOCK_K), f, PRECISION)
     q = load_tile(q_at, features, queries, 1, D, D, BQ).to(tl.float32)
     output, _, _ = layer_output(q, f, norm_weight, norm_bias, features, eps, D, RESIDUAL, NORM)

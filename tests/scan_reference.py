@@ -33,8 +33,11 @@ def new_leaves(tree):
 
 
 def gradients(results, bars, wanted):
-    """Of each tensor in ``wanted``, given those of ``results``; all three are trees, and every tensor must matter."""
-    taken = iter(torch.autograd.grad(_tensors(results), _tensors(wanted), _tensors(bars)))
+    """Of each tensor in ``wanted``, given those of ``results``; all three are trees. Zero for one of no influence."""
+    taken = torch.autograd.grad(
+        _tensors(results), _tensors(wanted), _tensors(bars), allow_unused=True, materialize_grads=True
+    )
+    taken = iter(taken)
     return map_tree(lambda _: next(taken), wanted)
 
 
@@ -60,12 +63,13 @@ class Factors(NamedTuple):
 
 
 def inner_factors(network: InnerNetwork, weights, k: torch.Tensor, v: torch.Tensor) -> Factors:
-    """Of the loss |M_W(k) - v|^2 (Titans, eq. 12) at weights that require a gradient."""
+    """Of the inner loss (Titans, eq. 12, or Memory Caching, eq. 30) at weights that require a gradient."""
     a, z = [k], [k @ weights[0]]
     for w in weights[1:]:
         a.append(_gelu(z[-1]))
         z.append(a[-1] @ w)
-    loss = (_output(network, k, z[-1]) - v).square().sum()
+    output = _output(network, k, z[-1])
+    loss = -(output * v).sum() if network.dot else (output - v).square().sum()
     errors = torch.autograd.grad(loss, [*z, *a[1:]], create_graph=True)
     return Factors(tuple(a), errors[: len(z)], tuple(z), errors[len(z) :])
 

@@ -8,6 +8,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from titans_testing import (
     LONG_TEXT,
+    RULES,
     SHORT_TEXT,
     TOLERANCE,
     assert_close,
@@ -64,6 +65,7 @@ def compiled(function, compiler):
 OPS = {
     "alike": {"length": 7, "count": 2, "depth": 1},
     "padded": {"length": 7, "mask": MASK.bool(), "count": [1, 3], "gate_granularity": "chunk", "forget_to": "start"},
+    "swla": {"length": 7, "count": 2} | RULES["swla"],
 }
 
 
@@ -205,11 +207,15 @@ def test_inductor_decodes_a_token():
         assert_close(f"state {index}", *pair, TOLERANCE[torch.float32])
 
 
-@pytest.mark.parametrize("length, count", [(31, 0), (13, 3)])
-def test_compiled_spans_equal_plain_ones(length, count, compiler, monkeypatch):
+@pytest.mark.parametrize(
+    "length, count, options",
+    [(31, 0, {}), (13, 3, {}), (13, 3, RULES["dla"]), (13, 3, RULES["swla"])],
+    ids=["fresh", "titans", "dla", "swla"],
+)
+def test_compiled_spans_equal_plain_ones(length, count, options, compiler, monkeypatch):
     """backend="compiled": whole chunks go through torch.compile, one graph for all spans alike; the rest does not."""
     monkeypatch.setattr(chunk_forward, "_compiled", lambda function: torch.compile(function, backend=compiler))
-    inputs = make_inputs(length=length, count=count).require_grad()
+    inputs = make_inputs(length=length, count=count, **options).require_grad()
     expected = result_tensors(run_op(inputs, "chunked"), inputs.chunk_size)
     actual = result_tensors(run_op(inputs, "compiled"), inputs.chunk_size)
     gradients = [input_gradients(tensors, inputs) for tensors in (expected, actual)]

@@ -203,7 +203,6 @@ def test_unknown_word_is_refused_with_the_allowed_ones(name):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        *[("memory_rule", word) for word in ("dla", "linear_attention", "swla")],
         *[("memory_caching", word) for word in WORDS["memory_caching"]],
         ("cache_initialization", "independent"),
         ("cache_segmentation", "logarithmic"),
@@ -253,6 +252,31 @@ def test_size_below_zero_is_refused_and_zero_is_not(name):
 def test_gate_bound_out_of_range_is_refused(name, value):
     with pytest.raises(REFUSED, match=rf"{name} must be .*got {value}"):
         TitansConfig(**{name: value})
+
+
+MATRIX = {"memory_depth": 1, "memory_residual": False, "memory_norm": False}
+
+
+@pytest.mark.parametrize(
+    ("rule", "field", "value", "needed"),
+    [
+        ("dla", "memory_depth", 1, "needs memory_depth >= 2, got 1"),
+        *[
+            (rule, field, value, f"needs {field}={needed}, got {value}")
+            for rule in ("linear_attention", "swla")
+            for field, value, needed in [
+                ("memory_depth", 2, 1),
+                ("memory_residual", True, False),
+                ("memory_norm", True, False),
+            ]
+        ],
+    ],
+)
+def test_rule_says_which_memory_it_needs(rule, field, value, needed):
+    fits = {} if rule == "dla" else MATRIX
+    assert TitansConfig(memory_rule=rule, **fits).memory_rule == rule
+    with pytest.raises(REFUSED, match=rf"memory_rule='{rule}' {needed}"):
+        TitansConfig(memory_rule=rule, **(fits | {field: value}))
 
 
 def test_narrow_stream_says_that_heads_get_no_width():

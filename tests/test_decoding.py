@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from stream_testing import EXACT, feed
-from titans_testing import TOLERANCE, assert_close, logits_of, random_ids
+from titans_testing import MATRIX_MEMORY, TOLERANCE, assert_close, logits_of, random_ids
 from transformers_titans import TitansCache
 from transformers_titans.memory_state import iterate_tensors
 from transformers_titans.short_calls import TitansConvolution
@@ -21,8 +21,13 @@ from variant_oracle import VARIANTS, variant_model
 F64 = torch.float64
 CHUNK = 8
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
-OTHER_RULES = {"memory_gate_granularity": "chunk", "memory_forget_to": "start", "memory_depth": 3}
-rules = pytest.mark.parametrize("options", [{}, OTHER_RULES], ids=["default", "other_rules"])
+MEMORIES = {
+    "default": {},
+    "other_options": {"memory_gate_granularity": "chunk", "memory_forget_to": "start", "memory_depth": 3},
+    "dla": {"memory_rule": "dla"},
+    "swla": {"memory_rule": "swla", "memory_forget_to": "start"} | MATRIX_MEMORY,
+}
+memories = pytest.mark.parametrize("options", MEMORIES.values(), ids=MEMORIES)
 
 
 def decoder(variant, **options):
@@ -89,7 +94,7 @@ def test_a_token_that_closes_no_chunk_makes_nothing_of_the_size_of_the_weights(v
     assert operators.largest < min(w.untyped_storage().nbytes() for w in weights)
 
 
-@rules
+@memories
 @every_variant
 def test_tokens_one_by_one_equal_one_call(variant, options):
     model, ids = decoder(variant, dtype=F64, **options), random_ids(2, 4 * CHUNK + 3)
@@ -99,7 +104,7 @@ def test_tokens_one_by_one_equal_one_call(variant, options):
     assert_close("logits", decoded, logits_of(model, ids, use_cache=False), EXACT)
 
 
-@rules
+@memories
 @every_variant
 def test_padded_tokens_one_by_one_equal_each_row_alone(variant, options):
     model, ids = decoder(variant, dtype=F64, **options), random_ids(3, 4 * CHUNK)
@@ -119,7 +124,7 @@ def test_padded_tokens_one_by_one_equal_each_row_alone(variant, options):
         assert_close(f"row {row}", torch.cat(decoded, 1)[row : row + 1, real], alone, EXACT)
 
 
-@rules
+@memories
 @pytest.mark.parametrize("padded", [False, True], ids=["alike", "ragged"])
 @every_variant
 def test_what_is_kept_of_an_open_chunk_is_what_its_tokens_come_to(variant, padded, options):
@@ -147,9 +152,10 @@ def test_a_convolution_of_few_tokens_or_channels_is_one(tokens, channels):
     assert_close("with a graph", layer(x), expected, TOLERANCE[F64])
 
 
+@memories
 @every_variant
-def test_an_open_chunk_is_in_the_file(variant, tmp_path):
-    model, cache = decoder(variant), None
+def test_an_open_chunk_is_in_the_file(variant, options, tmp_path):
+    model = decoder(variant, **options)
     cache = TitansCache(model.config)
     feed(model, cache, random_ids(2, CHUNK + 3), sizes=[CHUNK + 2, 1])
     cache.save_pretrained(tmp_path)

@@ -10,6 +10,7 @@ import torch
 from titans_testing import (
     GATES,
     LONG,
+    RULES,
     TOLERANCE,
     assert_close,
     continue_from,
@@ -66,6 +67,12 @@ NETWORKS = {
     "forget_to_start": {"forget_to": "start"},
     "forget_to_start_depth1": {"forget_to": "start", "depth": 1},
     "forget_to_start_depth3_no_norm": {"forget_to": "start", "depth": 3, "norm": False},
+    **RULES,
+    "dla_bare": {"rule": "dla", "norm": False, "residual": False},
+    "dla_depth1": {"rule": "dla", "depth": 1},
+    "dla_depth3_no_norm_forget_to_start": {"rule": "dla", "depth": 3, "norm": False, "forget_to": "start"},
+    "dla_no_residual": {"rule": "dla", "residual": False},
+    "swla_forget_to_start": RULES["swla"] | {"forget_to": "start", "heads": 3},
 }
 
 
@@ -147,8 +154,8 @@ def test_documents_start_from_the_start_state(backend, mask, starts, count):
 @both_backends
 @pytest.mark.parametrize(
     "options",
-    [{"depth": 1}, {"depth": 3, "hidden": 7}, {"norm": False, "forget_to": "start"}],
-    ids=["depth1", "depth3", "no_norm_forget_to_start"],
+    [{"depth": 1}, {"depth": 3, "hidden": 7}, {"norm": False, "forget_to": "start"}, *RULES.values()],
+    ids=["depth1", "depth3", "no_norm_forget_to_start", *RULES],
 )
 def test_masks_and_documents_with_other_networks(backend, options):
     mask, starts = DOCUMENTS["around_gaps"]
@@ -217,8 +224,9 @@ def test_gates_at_their_limits(backend, gates, where, forget_to):
 
 
 @both_backends
-def test_each_gate_at_random_limits(backend):
-    inputs = make_inputs(length=31, chunk_size=8)
+@pytest.mark.parametrize("options", [{}, *RULES.values()], ids=["titans", *RULES])
+def test_each_gate_at_random_limits(backend, options):
+    inputs = make_inputs(length=31, chunk_size=8, **options)
     generator = torch.Generator().manual_seed(4)
     for name in GATES:
         limits = torch.randint(0, 2, inputs.tokens[name].shape, generator=generator).double()
@@ -446,13 +454,13 @@ def test_one_input_alone_may_require_a_gradient(backend, wanted):
 
 
 @both_backends
+@pytest.mark.parametrize("options", [{}, *RULES.values()], ids=["titans", *RULES])
 @pytest.mark.parametrize("layout", ["plain", "packed"])
-def test_gradcheck(backend, layout):
+def test_gradcheck(backend, layout, options):
     starts = bits("00100") if layout == "packed" else None
     mask = bits("11101") if layout == "packed" else None
-    inputs = make_inputs(
-        batch=1, length=5, heads=1, head_dim=2, hidden=3, chunk_size=2, count=1, mask=mask, document_starts=starts
-    ).require_grad()
+    sizes = {"batch": 1, "length": 5, "heads": 1, "head_dim": 2, "hidden": 3, "chunk_size": 2, "count": 1}
+    inputs = make_inputs(mask=mask, document_starts=starts, **sizes, **options).require_grad()
     names = list(inputs.leaves())
 
     def call(*leaves):

@@ -48,6 +48,7 @@ OPTIONS = {
     "chunk_size_float": ("chunk_size", lambda c: 4.0, ["chunk_size must be an integer", "4.0"]),
     "chunk_size_bool": ("chunk_size", lambda c: True, ["chunk_size must be an integer", "True"]),
     "rule_unknown": ("rule", lambda r: "hebbian", ["rule must be one of", "titans", "hebbian"]),
+    "rule_of_a_matrix": ("rule", lambda r: "swla", ["rule 'swla'", "depth 1", "got depth 2"]),
     "gate_granularity_unknown": (
         "gate_granularity",
         lambda g: "row",

@@ -8,6 +8,7 @@ import torch
 from test_memory_ops import DOCUMENTS, MASKS, assert_equals_oracle, assert_same, bits, both_backends
 from titans_testing import (
     GATES,
+    RULES,
     TOLERANCE,
     assert_close,
     logits_of,
@@ -35,6 +36,9 @@ CHUNK_GATES = {
     "every_token_a_document": {"document_starts": DOCUMENTS["every_token"][1]},
     "depth1": {"depth": 1, "heads": 3, "length": 11},
     "depth3_forget_to_start": {"depth": 3, "hidden": 7, "forget_to": "start"},
+    "dla": {"count": 3} | RULES["dla"],
+    "swla": {"count": [1, 3]} | RULES["swla"],
+    "swla_packed": {"document_starts": DOCUMENTS["mid_chunk"][1], "count": 3} | RULES["swla"],
 }
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from titans_testing import (
+    RULES,
     assert_close,
     continue_from,
     input_gradients,
@@ -50,6 +51,11 @@ CASES = {
     "forget_to_start": {"length": 21, "forget_to": "start"},
     "chunk_gates": {"length": 21, "count": [3, 9], "gate_granularity": "chunk"},
     "plain_network": {"length": 21, "norm": False, "residual": False, "hidden": 48},
+    "dla": {"length": 21, "count": 3} | RULES["dla"],
+    "linear_attention_packed": {"length": 37, "document_starts": starts(37, 3, 20)} | RULES["linear_attention"],
+    "swla": {"length": 37, "count": 5} | RULES["swla"],
+    "swla_padded": {"length": 37, "mask": padded(37), "count": [3, 9], "forget_to": "start"} | RULES["swla"],
+    "swla_open_chunk": {"length": 1, "count": [3, 9]} | RULES["swla"],
 }
 
 

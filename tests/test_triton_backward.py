@@ -16,7 +16,7 @@ from transformers_titans.chunk_coefficients import (
     chunk_coefficients_adjoint,
 )
 from transformers_titans.chunk_scan import ScanInputs, chunk_scan
-from triton_testing import ALLOWED, DEVICE, Guards, in_dtype, map_inputs, scan_inputs, scan_options
+from triton_testing import ALLOWED, DEVICE, RULE_SCANS, Guards, in_dtype, map_inputs, scan_inputs, scan_options
 
 
 pytest.importorskip("triton")
@@ -76,8 +76,9 @@ COEFFICIENTS = [(1, 1, False), (16, 16, True), (24, 5, False), (37, 37, True)]
 
 @pytest.mark.parametrize(("b", "b_q", "corners"), COEFFICIENTS)
 @pytest.mark.parametrize("some_are_open", [True, False])
-def test_coefficients_and_their_adjoint(b, b_q, corners, some_are_open):
-    check_coefficients(gates_of(2, 2, b, corners), b_q, some_are_open)
+@pytest.mark.parametrize("sliding", [False, True])
+def test_coefficients_and_their_adjoint(b, b_q, corners, some_are_open, sliding):
+    check_coefficients(gates_of(2, 2, b, corners), b_q, some_are_open, sliding=sliding)
 
 
 @pytest.mark.parametrize("config", CONFIGS["coefficients"], ids=str)
@@ -90,20 +91,20 @@ def test_every_configuration_of_the_coefficients_adjoint(config):
     check_coefficients(gates_of(1, 2, 21), 4, True, None, config)
 
 
-def check_coefficients(gates, b_q, some_are_open, config=None, adjoint_config=None):
+def check_coefficients(gates, b_q, some_are_open, config=None, adjoint_config=None, sliding=False):
     N, G, b = gates[0].shape
     full = torch.arange(N * G, device=DEVICE).view(N, G) % 2 == 0 if some_are_open else None
     guards = Guards()
     own_gates, own_full = guarded(guards, single(gates)), guards(full)
-    own_read, own_end = launch_coefficients(*own_gates, own_full, config)
-    every, end, _ = chunk_coefficients(*gates, b, full)
+    own_read, own_end = launch_coefficients(*own_gates, own_full, config, sliding)
+    every, end, _ = chunk_coefficients(*gates, b, full, sliding)
     assert_trees_close("read", own_read, every)
     assert_trees_close("end", own_end, end)
 
-    read, _, products = chunk_coefficients(*gates, b_q, full)
+    read, _, products = chunk_coefficients(*gates, b_q, full, sliding)
     read_bar, end_bar = (type(t)(*map(randn_like, t)) for t in (read, end))
     own_bars = guarded(guards, single((own_read, read_bar, end_bar)))
-    actual = launch_coefficients_backward(*own_gates, own_full, *own_bars, adjoint_config)
+    actual = launch_coefficients_backward(*own_gates, own_full, *own_bars, adjoint_config, sliding)
     assert_trees_close("gates", actual, chunk_coefficients_adjoint(*gates, full, products, read_bar, end_bar))
     guards.check()
 
@@ -118,10 +119,11 @@ class Reference(NamedTuple):
     written: Written
 
     @classmethod
-    def of(cls, inputs, residual: bool = True) -> "Reference":
+    def of(cls, inputs, residual: bool = True, rule: str = "titans") -> "Reference":
         inputs = map_inputs(lambda t: t.double().requires_grad_(), in_dtype(inputs, torch.float32))
-        options = scan_options(inputs, residual=residual)
-        coefficients = chunk_coefficients(inputs.theta, inputs.alpha, inputs.eta, inputs.k.shape[2], inputs.full)
+        options = scan_options(inputs, residual=residual, rule=rule)
+        gates = (inputs.theta, inputs.alpha, inputs.eta)
+        coefficients = chunk_coefficients(*gates, inputs.k.shape[2], inputs.full, options.rule.sliding)
         end = new_leaves(coefficients.end)
         return cls(inputs, options, coefficients.read, end, write(inputs, options, end))
 
@@ -162,9 +164,9 @@ def summed(bars):
     return bars._replace(norm_weight=weight, norm_bias=bias)
 
 
-def check_reader_adjoint(inputs, residual=True, config=None):
+def check_reader_adjoint(inputs, residual=True, config=None, rule="titans"):
     """The kernel on guarded tensors against autograd's gradients of `read`."""
-    reference = Reference.of(inputs, residual)
+    reference = Reference.of(inputs, residual, rule)
     inputs, written = reference.inputs, reference.written
     output_bar = randn_like(inputs.q)
 
@@ -187,9 +189,9 @@ def check_reader_adjoint(inputs, residual=True, config=None):
     assert_trees_close("gradients", summed(actual), reference.read_gradients(output_bar))
 
 
-def check_writer_adjoint(inputs, residual=True, config=None):
+def check_writer_adjoint(inputs, residual=True, config=None, rule="titans"):
     """The kernel on guarded tensors against autograd's gradients of `write`."""
-    reference = Reference.of(inputs, residual)
+    reference = Reference.of(inputs, residual, rule)
     inputs, written = reference.inputs, reference.written
     read_bar = reference.read_gradients(randn_like(inputs.q))
     state_bar = tuple(tuple(randn_like(t) for t in group) for group in (inputs.weights, inputs.momentum))
@@ -243,6 +245,12 @@ def test_adjoint_without_residual(check, depth):
     check(scan_inputs(N=1, G=1, b=16, depth=depth), residual=False)
 
 
+@both_adjoints
+@pytest.mark.parametrize(("rule", "sizes", "residual"), RULE_SCANS.values(), ids=RULE_SCANS)
+def test_adjoint_under_other_rules(check, rule, sizes, residual):
+    check(scan_inputs(**sizes), residual, rule=rule)
+
+
 @pytest.mark.parametrize("config", CONFIGS["reader_backward"], ids=str)
 def test_every_configuration_of_the_readers_adjoint(config):
     # Where queries are taken some at a time, more than once.
@@ -291,7 +299,8 @@ def check_gradients(inputs, options, dtype=torch.float32):
 def _flat_names(inputs: ScanInputs) -> list[str | None]:
     """A name for each floating-point tensor of ``inputs.flatten()``, None for what is none."""
     depth = len(inputs.weights)
-    names = list(inputs._fields[:10]) + [f"{field}.{i}" for field in inputs._fields[10:] for i in range(depth)]
+    names = list(inputs._fields[:10]) + [f"{field}.{i}" for field in inputs._fields[10:-1] for i in range(depth)]
+    names.append(inputs._fields[-1])
     return [
         name if t is not None and t.is_floating_point() else None
         for name, t in zip(names, inputs.flatten(), strict=True)
@@ -313,6 +322,18 @@ SCANS = [
 def test_gradients_equal_float64(sizes):
     inputs = scan_inputs(**sizes)
     check_gradients(inputs, scan_options(inputs))
+
+
+@pytest.mark.parametrize(("rule", "sizes", "residual"), RULE_SCANS.values(), ids=RULE_SCANS)
+def test_gradients_under_other_rules(rule, sizes, residual):
+    inputs = scan_inputs(**sizes)
+    check_gradients(inputs, scan_options(inputs, residual=residual, rule=rule))
+
+
+@pytest.mark.parametrize(("rule", "sizes", "residual"), RULE_SCANS.values(), ids=RULE_SCANS)
+def test_gradients_through_an_open_chunk_under_other_rules(rule, sizes, residual):
+    inputs = scan_inputs(**(sizes | {"N": 1, "restart": False, "full": False}))
+    check_gradients(inputs, scan_options(inputs, residual=residual, write=False, rule=rule))
 
 
 @pytest.mark.parametrize("depth", [1, 2])

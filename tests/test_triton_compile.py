@@ -51,6 +51,24 @@ def test_default_kernels_compile_within_limits(kernel_table, target):
         assert made[1] == kept, REMAKE
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("rule, memory", [("dla", "h256"), ("swla", "depth1")])
+def test_kernels_of_other_rules_compile_within_limits(kernel_table, rule, memory):
+    made = run_uninterpreted(
+        "import json, kernel_table\n"
+        f"rows = kernel_table.make_rows(memories=[{memory!r}], targets=[90], rule={rule!r})\n"
+        "print(json.dumps([row._asdict() for row in rows]))"
+    )
+    # A matrix memory's factors under -<M(k), v> are its keys and values: for them there is no product to take.
+    without = ("factors", "decode") if rule == "swla" else ()
+    rows = [kernel_table.Row(**row) for row in made]
+    assert [(row.kernel, row.tensor_instructions) for row in rows if row.kernel in without] == [
+        (w, 0) for w in without
+    ]
+    rows = [row for row in rows if row.kernel not in without]
+    assert [complaint for row in rows for complaint in kernel_table.complaints(row)] == []
+
+
 def test_kept_table_is_within_limits(kernel_table):
     rows = [kernel_table.Row(**row) for row in KEPT["rows"]]
     assert [complaint for row in rows for complaint in kernel_table.complaints(row)] == []

@@ -23,8 +23,8 @@ def step_inputs(G, b, D, depth, expansion=2, **options) -> ScanInputs:
     return scan_inputs(1, G, b, D, b_q=1, h=expansion * D, depth=depth, **options)
 
 
-def read_options(inputs: ScanInputs, residual: bool = True) -> ScanOptions:
-    return scan_options(inputs, residual=residual, write=False, surprise=False)
+def read_options(inputs: ScanInputs, residual: bool = True, rule: str = "titans") -> ScanOptions:
+    return scan_options(inputs, residual=residual, write=False, surprise=False, rule=rule)
 
 
 def expected(inputs: ScanInputs, options: ScanOptions, at: torch.Tensor) -> torch.Tensor:
@@ -63,6 +63,21 @@ def test_equals_chunk_scan(b, D, depth, expansion, norm, residual, forget_to):
     assert_close("output", decode(inputs, options, at), expected(inputs, options, at), ALLOWED[torch.float32])
 
 
+@pytest.mark.parametrize(
+    "rule, b, D, depth, norm, residual, forget_to",
+    [
+        ("dla", 37, 48, 2, True, True, False),
+        ("dla", 24, 16, 2, False, False, True),
+        ("linear_attention", 16, 48, 1, False, False, False),
+        ("swla", 37, 48, 1, False, False, True),
+    ],
+)
+def test_other_rules_equal_chunk_scan(rule, b, D, depth, norm, residual, forget_to):
+    inputs = in_dtype(step_inputs(5, b, D, depth, norm=norm, forget_to=forget_to), torch.float32)
+    options, at = read_options(inputs, residual, rule), slots(b - 1, 0, b // 2, 1, 2)
+    assert_close("output", decode(inputs, options, at), expected(inputs, options, at), ALLOWED[torch.float32])
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("depth", [1, 2])
 def test_in_lower_precision(dtype, depth):
@@ -98,10 +113,10 @@ def test_every_slot(depth):
         assert_close(f"slot {slot}", output, expected(inputs, options, at), ALLOWED[torch.float32])
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-def test_slots_behind_the_query_are_not_looked_at(depth):
+@pytest.mark.parametrize("depth, rule", [(1, "titans"), (2, "titans"), (2, "dla"), (1, "swla")])
+def test_slots_behind_the_query_are_not_looked_at(depth, rule):
     inputs = in_dtype(step_inputs(3, 20, 16, depth, 2), torch.float32)
-    options, at = read_options(inputs), slots(19, 4, 0)
+    options, at = read_options(inputs, rule=rule), slots(19, 4, 0)
     spoilt = map_inputs(torch.Tensor.clone, inputs)
     for g, slot in enumerate(at.tolist()):
         for tensor in spoilt[1:6]:

@@ -8,7 +8,7 @@ import torch
 from titans_testing import assert_close
 from transformers_titans.chunk_coefficients import chunk_coefficients
 from transformers_titans.chunk_scan import ScanResult, chunk_scan
-from triton_testing import ALLOWED, DEVICE, Guards, in_dtype, map_inputs, scan_inputs, scan_options
+from triton_testing import ALLOWED, DEVICE, RULE_SCANS, Guards, in_dtype, map_inputs, scan_inputs, scan_options
 
 
 pytest.importorskip("triton")
@@ -53,6 +53,19 @@ SCANS = [
 def test_scan_equals_float64(sizes, residual):
     inputs = scan_inputs(**sizes)
     check_scan(inputs, scan_options(inputs, residual=residual))
+
+
+@pytest.mark.parametrize("surprise", [True, False])
+@pytest.mark.parametrize(("rule", "sizes", "residual"), RULE_SCANS.values(), ids=RULE_SCANS)
+def test_other_rules_equal_float64(rule, sizes, residual, surprise):
+    inputs = scan_inputs(**sizes)
+    check_scan(inputs, scan_options(inputs, residual=residual, surprise=surprise, rule=rule))
+
+
+@pytest.mark.parametrize(("rule", "sizes", "residual"), RULE_SCANS.values(), ids=RULE_SCANS)
+def test_an_open_chunk_under_other_rules(rule, sizes, residual):
+    inputs = scan_inputs(**(sizes | {"N": 1, "restart": False, "full": False}))
+    check_scan(inputs, scan_options(inputs, residual=residual, write=False, rule=rule))
 
 
 @pytest.mark.parametrize("depth", [1, 2])

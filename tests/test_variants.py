@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from titans_testing import (
+    MATRIX_MEMORY,
     TOLERANCE,
     assert_close,
     logits_of,
@@ -33,7 +34,11 @@ MEMORIES = {
     "forget_to_start": {"memory_forget_to": "start"},
     "gates_by_chunk": {"memory_gate_granularity": "chunk"},
     "other_heads": {"memory_num_heads": 3, "memory_head_dim": 7},
-    "linear_no_norm_no_residual": {"memory_depth": 1, "memory_norm": False, "memory_residual": False},
+    "linear_no_norm_no_residual": MATRIX_MEMORY,
+    "dla": {"memory_rule": "dla"},
+    "linear_attention": {"memory_rule": "linear_attention"} | MATRIX_MEMORY,
+    "swla": {"memory_rule": "swla"} | MATRIX_MEMORY,
+    "swla_of_one_token": {"memory_rule": "swla", "memory_momentum": False} | MATRIX_MEMORY,
     "three_layers_tied": {"num_hidden_layers": 3, "tie_word_embeddings": True},
 }
 ATTENTIONS = {

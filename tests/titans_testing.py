@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the tests share: comparison, op inputs, tiny models, and the oracle: the memory written out token by token.
 
-The oracle is the only judge of the op's numbers. It follows Titans, eq. 12-16, to the letter, in Python loops over
-one row, and gets every inner gradient from `torch.autograd`; nothing in it comes from the package under test.
+The oracle is the only judge of the op's numbers. It follows Titans, eq. 12-16 (for other rules Memory Caching, eq. 28
+and 30), to the letter, in Python loops over one row, and gets every inner gradient from `torch.autograd`; nothing in
+it comes from the package under test.
 
 Letters: B rows, T tokens, H heads, D head dimension, C chunk length, P pending tokens.
 """
@@ -100,11 +101,13 @@ def memory_network(
     return x + hidden if residual else hidden
 
 
-def inner_loss_and_gradient(k, v, weights, **network) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """|M_W(k) - v|^2 per head (H,), and its gradient in every layer; differentiable again. Titans, eq. 12."""
+def inner_loss_and_gradient(k, v, weights, rule: str, **network) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """|M_W(k) - v|^2 (Titans, eq. 12) or, under any rule but "titans", -<M_W(k), v> (Memory Caching, eq. 30) per head
+    (H,), and its gradient in every layer; differentiable again."""
     with torch.enable_grad():
         weights = [w if w.requires_grad else w.detach().requires_grad_() for w in weights]
-        loss = (memory_network(k, weights, **network) - v).square().sum(-1)
+        output = memory_network(k, weights, **network)
+        loss = (output - v).square().sum(-1) if rule == "titans" else -(output * v).sum(-1)
         # Heads do not share weights, so the gradient of the sum holds the gradient of each head's own loss.
         return loss, list(torch.autograd.grad(loss.sum(), weights, create_graph=True))
 
@@ -127,6 +130,7 @@ def oracle_memory(
     start_weights: Sequence[torch.Tensor] | None = None,
     start_momentum: Sequence[torch.Tensor] | None = None,
     gate_granularity: str = "token",
+    rule: str = "titans",
     **network: Any,
 ) -> OracleResult:
     """The neural memory over one row, token by token. Titans, eq. 13-16, with the gradient at the chunk's start.
@@ -139,6 +143,7 @@ def oracle_memory(
         mask: (T,) real tokens. document_starts: (T,) real tokens before which the row goes back to
             (``start_weights``, ``start_momentum``) with nothing pending.
         gate_granularity: whose gates a token has: "token", its own; "chunk", those of the first token in its chunk.
+        rule: the inner loss and, for "swla", another write: of the token's own pair and of that before it.
         network: norm_weight, norm_bias, norm_eps, residual of `memory_network`.
     """
     anchor_w, anchor_s = list(weights), list(momentum)
@@ -152,13 +157,17 @@ def oracle_memory(
         token_k, token_v, *own_gates = token
         first = open_chunk[0] if open_chunk and gate_granularity == "chunk" else None
         step, forget, decay = own_gates if first is None else first[2:]
-        loss, gradient = inner_loss_and_gradient(token_k, token_v, anchor_w, **network)
+        loss, gradient = inner_loss_and_gradient(token_k, token_v, anchor_w, rule, **network)
         step, forget, decay = (gate[:, None, None] for gate in (step, forget, decay))
-        running_s = [decay * s - step * u for s, u in zip(running_s, gradient, strict=True)]
+        if rule == "swla":
+            pair = torch.einsum("hi,ho->hio", token_k, token_v)
+            added, running_s = [decay * running_s[0] + step * pair], [pair]
+        else:
+            added = running_s = [decay * s - step * u for s, u in zip(running_s, gradient, strict=True)]
         kept = [(1 - forget) * w for w in running_w]
         if forget_to_weights is not None:
             kept = [w + forget * goal for w, goal in zip(kept, forget_to_weights, strict=True)]
-        running_w = [w + s for w, s in zip(kept, running_s, strict=True)]
+        running_w = [w + s for w, s in zip(kept, added, strict=True)]
         open_chunk = [*open_chunk, token]
         if len(open_chunk) == chunk_size:
             anchor_w, anchor_s, open_chunk = running_w, running_s, []
@@ -198,6 +207,7 @@ class OpInputs:
     residual: bool = True
     forget_to_weights: tuple[torch.Tensor, ...] | None = None
     gate_granularity: str = "token"
+    rule: str = "titans"
     mask: torch.Tensor | None = None
     document_starts: torch.Tensor | None = None
     start_weights: tuple[torch.Tensor, ...] = field(default=())
@@ -273,6 +283,14 @@ class OpInputs:
         return {**norm, "residual": self.residual}
 
 
+# What `make_inputs` takes for a memory of each other rule.
+_MATRIX = {"depth": 1, "norm": False, "residual": False}
+RULES = {
+    "dla": {"rule": "dla"},
+    "linear_attention": {"rule": "linear_attention"} | _MATRIX,
+    "swla": {"rule": "swla"} | _MATRIX,
+}
+
 # Gates under which rounding errors hardly grow over thousands of tokens. Larger ones make the inner loop chaotic: with
 # steps up to 0.02 and forgetting up to 0.002, float32 is off by 0.3 after 2048 tokens of noise in chunks of 16.
 LONG = {"max_step": 0.005, "max_forget": 0.0005}
@@ -311,6 +329,7 @@ def make_inputs(
     residual: bool = True,
     forget_to: str = "zero",
     gate_granularity: str = "token",
+    rule: str = "titans",
     mask: torch.Tensor | None = None,
     document_starts: torch.Tensor | None = None,
     max_step: float = 0.1,
@@ -355,6 +374,7 @@ def make_inputs(
         residual=residual,
         forget_to_weights=layers(scale=1.0) if forget_to == "start" else None,
         gate_granularity=gate_granularity,
+        rule=rule,
         mask=mask,
         document_starts=document_starts,
         start_weights=layers(1, scale=1.0) if document_starts is not None else (),
@@ -385,6 +405,7 @@ def op_arguments(inputs: OpInputs) -> dict[str, Any]:
         "residual": inputs.residual,
         "forget_to_weights": inputs.forget_to_weights,
         "gate_granularity": inputs.gate_granularity,
+        "rule": inputs.rule,
         "layout": layout,
         "start_state": start_state,
     }
@@ -453,6 +474,7 @@ def oracle_row(inputs: OpInputs, row: int) -> OracleResult:
         chunk_size=inputs.chunk_size,
         forget_to_weights=inputs.forget_to_weights,
         gate_granularity=inputs.gate_granularity,
+        rule=inputs.rule,
         mask=None if inputs.mask is None else inputs.mask[row],
         document_starts=None if inputs.document_starts is None else inputs.document_starts[row],
         start_weights=[w[0] for w in inputs.start_weights],
@@ -557,6 +579,9 @@ def random_ids(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(3, 64, shape, generator=torch.Generator().manual_seed(seed))
 
 
+# The fields of a matrix memory, which is what two of the rules are of.
+MATRIX_MEMORY = {"memory_depth": 1, "memory_residual": False, "memory_norm": False}
+
 # One config per option of the memory and of the model, beside the default.
 OPTIONS = {
     "default": {},
@@ -573,6 +598,9 @@ OPTIONS = {
     "forget_to_start": {"memory_forget_to": "start"},
     "no_residual": {"memory_residual": False},
     "no_norm": {"memory_norm": False},
+    "dla": {"memory_rule": "dla"},
+    "linear_attention": {"memory_rule": "linear_attention"} | MATRIX_MEMORY,
+    "swla": {"memory_rule": "swla"} | MATRIX_MEMORY,
     "persistent_0": {"num_persistent_tokens": 0},
     "persistent_1": {"num_persistent_tokens": 1},
     "persistent_3": {"num_persistent_tokens": 3},

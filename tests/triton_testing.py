@@ -10,6 +10,7 @@ import math
 import torch
 
 from transformers_titans.chunk_scan import ScanInputs, ScanOptions
+from transformers_titans.scan_inputs import RULES
 
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -19,6 +20,22 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ALLOWED = {torch.float32: 2e-5, torch.float16: 4 * 2.0**-11, torch.bfloat16: 4 * 2.0**-8}
 
 _GUARD = 64
+
+# Scans under the other rules: the rule, what `scan_inputs` takes, and whether M has a residual.
+MATRIX = {"depth": 1, "norm": False}
+RULE_SCANS = {
+    "dla": ("dla", {}, True),
+    "dla_plain": (
+        "dla",
+        {"D": 48, "h": 80, "b": 37, "norm": False, "forget_to": True, "restart": True, "G": 1},
+        False,
+    ),
+    # Forgetting to zero scales a single layer, of which LN shows nothing: what alpha's gradient then is, is rounding.
+    "dla_depth1": ("dla", {"depth": 1, "b": 21, "full": True, "forget_to": True}, True),
+    "linear_attention": ("linear_attention", {"b": 16} | MATRIX, False),
+    "swla": ("swla", {"D": 48, "b": 37, "full": True, "restart": True, "forget_to": True, "N": 3} | MATRIX, False),
+    "swla_of_single_tokens": ("swla", {"b": 1, "N": 3} | MATRIX, False),
+}
 
 
 def scan_inputs(
@@ -74,11 +91,11 @@ def scan_inputs(
 
 
 def scan_options(
-    inputs: ScanInputs, *, residual: bool = True, write: bool = True, surprise: bool = True
+    inputs: ScanInputs, *, residual: bool = True, write: bool = True, surprise: bool = True, rule: str = "titans"
 ) -> ScanOptions:
     """Options that fit the inputs."""
     restart_at = frozenset() if inputs.restart is None else frozenset(inputs.restart.any(1).nonzero()[:, 0].tolist())
-    return ScanOptions(len(inputs.weights), residual, 1e-6, write, restart_at, surprise)
+    return ScanOptions(len(inputs.weights), residual, 1e-6, write, restart_at, surprise, rule=RULES[rule])
 
 
 def map_inputs(function, inputs: ScanInputs) -> ScanInputs:

@@ -80,31 +80,40 @@ class DocumentMemory:
         return self._answer(self._recur(x, self.config.memory_chunk_size), x)
 
     def read(self, x: torch.Tensor) -> torch.Tensor:
-        """Asks the memory as it stands, (T, C) -> (T, C). These queries have a convolution of their own."""
-        queries = self._convolve(linear(self.parameters, "q_proj", x), self.asked)
+        """Asks the memory as it stands, (T, C) -> (T, C)."""
         network = self._network()
-        answers = [memory_network(q, self.weights, **network) for q in self._unit(self._heads(queries))]
+        answers = [memory_network(q, self.weights, **network) for q in self._ask(x)]
         return self._answer(torch.stack(answers), x)
 
     def _recur(self, x: torch.Tensor, chunk_size: int) -> torch.Tensor:
-        projected = torch.cat([linear(self.parameters, f"{name}_proj", x) for name in "qkv"], -1)
-        q, k, v = (self._heads(part) for part in self._convolve(projected, self.written).chunk(3, -1))
+        q, k, v = self._project(x)
         # In MAC keys and values come from a reading of these very weights. The inner gradient takes them as given
         # (Titans, eq. 12), hence it is taken in copies that nothing but the writing has seen.
         weights = [w.clone() for w in self.weights]
         result = oracle_memory(
-            self._unit(q),
-            self._unit(k),
+            q,
+            k,
             v,
             *self._gates(x, chunk_size),
             weights,
             self.momentum,
             chunk_size=chunk_size,
             forget_to_weights=self.start if self.config.memory_forget_to == "start" else None,
+            rule=self.config.memory_rule,
             **self._network(),
         )
         self.weights, self.momentum = result.anchor_weights, result.anchor_momentum
         return result.output
+
+    def _project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries and keys of length 1, and values, (T, H, D) each, of tokens that are written."""
+        projected = torch.cat([linear(self.parameters, f"{name}_proj", x) for name in "qkv"], -1)
+        q, k, v = (self._heads(part) for part in self._convolve(projected, self.written).chunk(3, -1))
+        return self._unit(q), self._unit(k), v
+
+    def _ask(self, x: torch.Tensor) -> torch.Tensor:
+        """Queries of length 1 (T, H, D) of tokens that only read: they have a convolution of their own."""
+        return self._unit(self._heads(self._convolve(linear(self.parameters, "q_proj", x), self.asked)))
 
     def _network(self) -> dict[str, Any]:
         names = ("weight", "bias")
@@ -113,12 +122,14 @@ class DocumentMemory:
 
     def _gates(self, x: torch.Tensor, chunk_size: int) -> list[torch.Tensor]:
         limits = {"theta": self.config.memory_max_lr, "alpha": self.config.memory_max_forget, "eta": 1.0}
+        if self.config.memory_rule == "swla":
+            limits["eta"] = self.config.memory_max_lr
         gates = []
         for name, limit in limits.items():
             if f"{name}_proj.weight" in self.parameters:
                 gate = limit * torch.sigmoid(linear(self.parameters, f"{name}_proj", x))
             else:
-                gate = x.new_zeros(len(x), self.config.memory_num_heads)
+                gate = x.new_full((len(x), self.config.memory_num_heads), 1.0 if name == "theta" else 0.0)
             if self.config.memory_gate_granularity == "chunk":
                 gate = torch.stack([gate[t - t % chunk_size] for t in range(len(x))])
             gates.append(gate)
@@ -200,6 +211,8 @@ def attention(
 class Block:
     """One layer over one document; each variant is a method (T, C) -> (T, C)."""
 
+    memory_class = DocumentMemory
+
     def __init__(self, parameters: Parameters, config):
         self.parameters, self.config = parameters, config
         self.persistent = parameters.get("persistent_tokens.weight")
@@ -208,7 +221,7 @@ class Block:
         return None if x is None else rms_norm(x, self.parameters[f"{name}.weight"], self.config.rms_norm_eps)
 
     def memory(self, prefix: torch.Tensor | None) -> DocumentMemory:
-        return DocumentMemory(inside(self.parameters, "memory"), self.config, prefix)
+        return self.memory_class(inside(self.parameters, "memory"), self.config, prefix)
 
     def attend(self, *arguments) -> torch.Tensor:
         return attention(inside(self.parameters, "self_attn"), self.config, *arguments)
@@ -261,13 +274,16 @@ class Block:
         return x + self.mlp(x)
 
 
-def oracle_logits(model, ids: torch.Tensor, documents: Sequence[int] | None = None) -> torch.Tensor:
+def oracle_logits(
+    model, ids: torch.Tensor, documents: Sequence[int] | None = None, block: type[Block] = Block
+) -> torch.Tensor:
     """Logits of one row, differentiable in the model's parameters.
 
     Args:
         model: a `TitansForCausalLM`.
         ids: (T,) token ids.
         documents: the lengths of the documents in the row; None: it is one.
+        block: what reads a layer.
 
     Returns:
         (T, vocab_size)
@@ -279,6 +295,6 @@ def oracle_logits(model, ids: torch.Tensor, documents: Sequence[int] | None = No
     for document in ids.split(list(documents or [len(ids)])):
         x = base["embed_tokens.weight"][document]
         for layer in range(config.num_hidden_layers):
-            x = Block(inside(base, f"layers.{layer}"), config).run(x)
+            x = block(inside(base, f"layers.{layer}"), config).run(x)
         outputs.append(rms_norm(x, base["norm.weight"], config.rms_norm_eps) @ head.T)
     return torch.cat(outputs)

@@ -1,0 +1,133 @@
+# Copyright 2026 The transformers-titans authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Reading kept memories: sums of their answers, and their gradients (Memory Caching, eq. 7, 9 and 17).
+
+Both reads keep their arguments alone and compute the answers again in the backward: what a long text costs in memory
+does not grow with the number of memories that a token reads.
+
+Shapes: G rows times heads, T tokens, D head dimension, K kept memories.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from .inner_network import Hidden, InnerNetwork, Normalized, gelu_and_slope, output_of
+
+
+# Elements of a hidden layer that are alive at once.
+CPU_ELEMENTS, ACCELERATOR_ELEMENTS = 2**20, 2**26
+
+
+class Answers(NamedTuple):
+    """M(x) for tokens x (G, n, D), and what its adjoint needs: the layers' inputs, their activations, LN."""
+
+    output: torch.Tensor
+    inputs: list[torch.Tensor]
+    hidden: list[Hidden]
+    norm: Normalized | None
+
+
+class AnswersAdjoint(NamedTuple):
+    """Gradients of x, of each layer's weights, and of LN's scale and shift (G, 1, D) or None."""
+
+    x: torch.Tensor
+    weights: list[torch.Tensor]
+    norm_weight: torch.Tensor | None
+    norm_bias: torch.Tensor | None
+
+
+def answers(network: InnerNetwork, weights: Sequence[torch.Tensor], x: torch.Tensor) -> Answers:
+    """M_W(x) at weights (G, D_in, D_out) per layer."""
+    products, inputs, hidden = network.products, [x], []
+    for w in weights[:-1]:
+        hidden.append(gelu_and_slope(products.mm(inputs[-1], w)))
+        inputs.append(hidden[-1].value)
+    output, norm = output_of(network, x, products.mm(inputs[-1], weights[-1]))
+    return Answers(output, inputs, hidden, norm)
+
+
+def answers_adjoint(
+    network: InnerNetwork, weights: Sequence[torch.Tensor], given: Answers, output_bar: torch.Tensor
+) -> AnswersAdjoint:
+    """Back-propagates through `answers`."""
+    mm, z_bar, norm_weight, norm_bias = network.products.mm, output_bar, None, None
+    if given.norm is not None:
+        norm_weight = (output_bar * given.norm.x_hat).sum(-2, keepdim=True)
+        norm_bias = output_bar.sum(-2, keepdim=True)
+        z_bar = given.norm.jacobian(output_bar * network.norm_weight)
+    weights_bar = []
+    for layer in reversed(range(len(weights))):
+        weights_bar.insert(0, mm(given.inputs[layer].mT, z_bar))
+        z_bar = mm(z_bar, weights[layer].mT)
+        if layer:
+            z_bar = z_bar * given.hidden[layer - 1].slope
+    x_bar = z_bar + output_bar if network.residual else z_bar
+    return AnswersAdjoint(x_bar, weights_bar, norm_weight, norm_bias)
+
+
+def read_kept(
+    q: torch.Tensor,
+    shares: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    network: InnerNetwork,
+    spans: Sequence[tuple[int, int]],
+) -> torch.Tensor:
+    """sum_i shares_i M^(i)(q), every memory for all the tokens that may read it.
+
+    Args:
+        q: (G, T, D).
+        shares: (G, T, K).
+        weights: per layer (B, K, H, D_in, D_out), on any device; G = B H.
+        network: M for G rows.
+        spans: for each memory the tokens outside of which all shares are zero.
+
+    Returns:
+        (G, T, D), differentiable in every tensor.
+    """
+    return _KeptRead.apply(network, tuple(spans), q, shares, network.norm_weight, network.norm_bias, *weights)
+
+
+class _KeptRead(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, network, spans, q, shares, norm_weight, norm_bias, *weights):
+        ctx.save_for_backward(q, shares, norm_weight, norm_bias, *weights)
+        ctx.facts = network._replace(norm_weight=None, norm_bias=None), spans
+        output = torch.zeros_like(q)
+        for i, layers, at in _visits(spans, weights, q):
+            output[:, at].addcmul_(answers(network, layers, q[:, at]).output, shares[:, at, i, None])
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, output_bar):
+        q, shares, norm_weight, norm_bias, *weights = ctx.saved_tensors
+        network, spans = ctx.facts
+        network = network._replace(norm_weight=norm_weight, norm_bias=norm_bias)
+        q_bar, shares_bar = torch.zeros_like(q), torch.zeros_like(shares)
+        weights_bar = [torch.zeros_like(w) for w in weights]
+        norm_bar = [None if t is None else torch.zeros_like(t) for t in (norm_weight, norm_bias)]
+        for i, layers, at in _visits(spans, weights, q):
+            given, bar = answers(network, layers, q[:, at]), output_bar[:, at]
+            shares_bar[:, at, i] = torch.linalg.vecdot(given.output, bar)
+            adjoint = answers_adjoint(network, layers, given, bar * shares[:, at, i, None])
+            q_bar[:, at] += adjoint.x
+            for total, part in zip(weights_bar, adjoint.weights, strict=True):
+                total[:, i] += part.unflatten(0, (total.shape[0], -1)).to(total.device)
+            if norm_weight is not None:
+                norm_bar[0] += adjoint.norm_weight
+                norm_bar[1] += adjoint.norm_bias
+        return None, None, q_bar, shares_bar, *norm_bar, *weights_bar
+
+
+def _visits(spans, weights, q: torch.Tensor):
+    """Yields memory by memory its number, its layers where q is, and the tokens of a block that read it."""
+    width = max(w.shape[-1] for w in weights) * q.shape[0]
+    size = max((CPU_ELEMENTS if q.device.type == "cpu" else ACCELERATOR_ELEMENTS) // width, 64)
+    for i, (begin, stop) in enumerate(spans):
+        if begin < stop:
+            layers = [w[:, i].to(q.device).flatten(0, 1) for w in weights]
+            for first in range(begin, stop, size):
+                yield i, layers, slice(first, min(first + size, stop))

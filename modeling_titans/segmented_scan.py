@@ -1,0 +1,125 @@
+# Copyright 2026 The transformers-titans authors.
+# SPDX-License-Identifier: Apache-2.0
+"""A scan that hands out the memory at the ends of segments (Memory Caching, section 3), by any backend's scan.
+
+Shapes: N chunks, G rows times heads, J chunks behind which a segment ends, m chunks in a segment.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from .chunk_forward import take_span
+from .kept_plan import SegmentEnds
+from .scan_inputs import ScanInputs, ScanOptions, ScanResult
+
+
+# Weights, then momentum, per layer (G, D_in, D_out).
+State = tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]
+
+
+class SegmentedResult(NamedTuple):
+    """What `ScanResult` says, and the weights behind each segment, J times per layer (G, D_in, D_out)."""
+
+    result: ScanResult
+    kept: list[tuple[torch.Tensor, ...]]
+
+
+def scan_segments(
+    scan: Callable[[ScanInputs, ScanOptions], ScanResult],
+    inputs: ScanInputs,
+    options: ScanOptions,
+    ends: SegmentEnds,
+    start: State | None,
+) -> SegmentedResult:
+    """Scans segment by segment.
+
+    Args:
+        scan: of a backend.
+        inputs, options: of the whole scan.
+        ends: where segments end; ``rows`` (G, J) or None.
+        start: where segments begin if ``ends.restarts``.
+    """
+    num_chunks = inputs.k.shape[0]
+    state: State = (inputs.weights, inputs.momentum)
+    results, kept, begin = [], [], 0
+    for number, stop in _parts(ends, num_chunks, inputs.mix is None):
+        span, span_options = take_span(_mixing(inputs, kept), options, slice(begin, stop))
+        if number > 1:
+            result, states = _scan_side_by_side(scan, span, span_options, number, start)
+        else:
+            result = scan(span._replace(weights=state[0], momentum=state[1]), span_options)
+            state = (result.weights, result.momentum)
+            states = [state[0]] if stop - 1 in ends.chunks else []
+        results.append(result)
+        kept += states
+        if states and ends.restarts:
+            state = _restart(ends, len(kept) - 1, start, state)
+        begin = stop
+    output = torch.cat([result.output for result in results])
+    surprise = torch.cat([result.surprise for result in results]) if options.surprise else None
+    return SegmentedResult(ScanResult(output, *state, surprise), kept)
+
+
+def _parts(ends: SegmentEnds, num_chunks: int, is_free: bool) -> list[tuple[int, int]]:
+    """(how many segments, chunk behind it) of each part of a scan: one segment, but those that all rows begin anew and
+    alike are one part, if they are ``is_free`` of each other in reading too."""
+    stops = [chunk + 1 for chunk in ends.chunks]
+    parts = [(1, stop) for stop in stops]
+    if is_free and ends.restarts and ends.rows is None and len(stops) > 2:
+        parts = [(1, stops[0]), (len(stops) - 1, stops[-1])]
+    if not stops or stops[-1] < num_chunks:
+        parts.append((1, num_chunks))
+    return parts
+
+
+def _mixing(inputs: ScanInputs, kept: list[tuple[torch.Tensor, ...]]) -> ScanInputs:
+    """What is read where ``kept`` has been kept in this scan, on top of what was before."""
+    if inputs.mix is None:
+        return inputs
+    weights = inputs.kept
+    if kept:
+        weights = tuple(
+            torch.cat([w, torch.stack(new, 1)], 1) for w, new in zip(weights, zip(*kept, strict=True), strict=True)
+        )
+    return inputs._replace(kept=weights, mix=inputs.mix[..., : 1 + weights[0].shape[1]])
+
+
+def _restart(ends: SegmentEnds, number: int, start: State, state: State) -> State:
+    if ends.rows is None:
+        return start
+    rows = ends.rows[:, number, None, None]
+    return tuple(
+        tuple(torch.where(rows, new, old) for new, old in zip(*pair, strict=True))
+        for pair in zip(start, state, strict=True)
+    )
+
+
+def _scan_side_by_side(scan, inputs: ScanInputs, options: ScanOptions, number: int, start: State):
+    """Segments of m chunks that know nothing of each other, as rows of one scan."""
+
+    def fold(t: torch.Tensor | None) -> torch.Tensor | None:
+        """(number * m, G, ...) -> (m, number * G, ...)."""
+        return None if t is None else t.unflatten(0, (number, -1)).transpose(0, 1).flatten(1, 2)
+
+    def repeat(t: torch.Tensor | None) -> torch.Tensor | None:
+        return None if t is None else t.repeat(number, *(1,) * (t.dim() - 1))
+
+    forget_to = inputs.forget_to
+    folded = inputs._replace(
+        **{name: fold(getattr(inputs, name)) for name in ("q", "k", "v", "theta", "alpha", "eta")},
+        norm_weight=repeat(inputs.norm_weight),
+        norm_bias=repeat(inputs.norm_bias),
+        forget_to=None if forget_to is None else tuple(map(repeat, forget_to)),
+        weights=tuple(map(repeat, start[0])),
+        momentum=tuple(map(repeat, start[1])),
+    )
+    result = scan(folded, options)
+
+    def unfold(t: torch.Tensor) -> torch.Tensor:
+        return t.unflatten(1, (number, -1)).transpose(0, 1).flatten(0, 1)
+
+    states = list(zip(*(w.unflatten(0, (number, -1)).unbind(0) for w in result.weights), strict=True))
+    surprise = None if result.surprise is None else unfold(result.surprise)
+    return ScanResult(unfold(result.output), result.weights, result.momentum, surprise), states
