@@ -223,7 +223,7 @@ def test_takes_tensors_of_one_dtype_on_a_cpu():
         native_scan(map_inputs(torch.Tensor.bfloat16, inputs), scan_options(inputs))
     with pytest.raises(ValueError, match="torch.float32, expected q's, torch.float64"):
         native_scan(inputs._replace(k=inputs.k.float()), scan_options(inputs))
-    reason = memory_ops_native.reason_against(torch.float32, torch.empty(1, device="meta"))
+    reason = memory_ops_native.reason_against(torch.float32, torch.empty(1, device="meta"), None)
     assert reason == "q is on meta, expected cpu"
 
 
