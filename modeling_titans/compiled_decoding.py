@@ -85,8 +85,8 @@ def _vector_products_pass():
 def replace_vector_products(graph: torch.fx.Graph) -> None:
     """Writes products of a single row (1, K) with a matrix (K, N) as sums over K, in place.
 
-    Of 384 x 1,280 float32 weights, as a linear layer holds them, a core of an EPYC then reads 20 GB/s; of what the
-    library's matrix product reads, 9.
+    Of 384 x 1,280 float32 weights, as a linear layer holds them, a core of an EPYC then reads 18 GB/s; of what the
+    library's matrix product reads, 8.
     """
     aten = torch.ops.aten
     for node in graph.find_nodes(op="call_function", target=aten.mm.default):
