@@ -9,6 +9,9 @@ values, which take as long to read as any, and Mamba2's state, whose size is the
 tokens. The models and the contexts take turns, so that the ratio of a token behind 64k to one behind 1k is taken in
 each round.
 
+The report begins with the two statements that matter: whether our decoding takes as long behind 64k tokens as behind
+1k, within 10 %, and whether our prefill takes as much memory, and leaves as large a cache, at its end as at 4k tokens.
+
 Prefill: smaller models (width 128, 2 layers) read up to 512k tokens in calls of 2,048, each model in a process of its
 own. For each doubling of the context: tokens per second, the high-water mark of resident memory above what was there
 before the first call, and the bytes of the cache. Llama stops at 64k, where a call reads 32 times its own length.
@@ -26,7 +29,6 @@ from collections.abc import Callable
 
 import torch
 from checks import refuse, refuse_unless_close, token_by_token
-from plots import draw
 from timing import Spread, alternate, in_child, markdown_table, report, reset_peak, resident_bytes
 from tqdm import tqdm
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, Mamba2Config, Mamba2ForCausalLM
@@ -199,7 +201,12 @@ def prefill(name: str, longest: int) -> dict[int, dict]:
 def table(results: dict) -> list[str]:
     decoding, reading = results["decoding"], results["prefill"]
     counts = ", ".join(f"{name} {count / 1e6:.2f}M" for name, count in decoding["parameters"].items())
-    lines = [f"## Decoding\n\nParameters: {counts}. Milliseconds per token, and the size of the cache.", ""]
+    lines = [
+        *statements(results),
+        "",
+        f"## Decoding\n\nParameters: {counts}. Milliseconds per token, and the size of the cache.",
+        "",
+    ]
     rows, contexts = [], list(next(iter(decoding["cache bytes"].values())))
     for name, spreads in decoding["milliseconds per token"].items():
         sizes = decoding["cache bytes"][name]
@@ -211,6 +218,30 @@ def table(results: dict) -> list[str]:
     names, lengths = list(reading), sorted({n for figures in reading.values() for n in figures})
     rows = [(short(n), *(_cell(reading[name].get(n)) for name in names)) for n in lengths]
     return lines + markdown_table(("context", *names), rows)
+
+
+def statements(results: dict) -> list[str]:
+    """What the benchmark is for, of our models: whether a token, and the memory to read, cost the same throughout."""
+    lines = []
+    for name in ("lmm", "mac"):
+        ratio, lengths = (
+            results["decoding"]["longest over shortest"][name],
+            list(results["decoding"]["cache bytes"][name]),
+        )
+        verdict = "within" if abs(ratio.median - 1) <= 0.1 else "NOT within"
+        lines.append(
+            f"- {name}, decoding: a token behind {short(lengths[-1])} takes {ratio} of the time of one behind "
+            f"{short(lengths[0])}: {verdict} 10 %."
+        )
+        figures = results["prefill"][name]
+        longest, early = max(figures), min(n for n in figures if n > CALL)
+        peaks, caches = ([figures[n][key] / 1e6 for n in (longest, early)] for key in ("peak bytes", "cache bytes"))
+        verdict = "constant" if peaks[0] <= 1.1 * peaks[1] and caches[0] == caches[1] else "NOT constant"
+        lines.append(
+            f"- {name}, prefill: reading the second half of {short(longest)} takes {peaks[0]:,.0f} MB, that of "
+            f"{short(early)} {peaks[1]:,.0f} MB, with caches of {caches[0]:,.1f} MB and {caches[1]:,.1f} MB: {verdict}"
+        )
+    return lines
 
 
 def _cell(figures: dict | None) -> str:
@@ -225,6 +256,9 @@ def short(length: int) -> str:
 
 
 def main() -> None:
+    # Needs a package of its own, and must say so before anything is measured.
+    from plots import draw
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--shorten", type=int, default=1, help="divides the longest contexts, for a trial, not kept")

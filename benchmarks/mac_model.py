@@ -9,7 +9,7 @@ loss at 2,048 tokens) with its peak memory, and cached decoding of 128 tokens be
 `timing.py` says how, `peers.py` how the peer is set up. Nothing is timed unless
 
 - our loss and every gradient agree with the token-by-token form in float64, and so do those of float32 and of bfloat16
-  products, within their precision, and our cached logits are the uncached ones;
+  products, within their precision, and our cached logits are the uncached ones, and those of the compiled form;
 - the peer's loss and gradients are finite, its last logits depend on the first segment, and its cached logits are the
   uncached ones.
 
@@ -24,6 +24,7 @@ import torch
 from checks import products_in, refuse, refuse_unless_alike, refuse_unless_close
 from peers import mac_model as peer_model
 from timing import Spread, alternate, markdown_table, peak_memory, report, speedup
+from transformers import CompileConfig
 
 from transformers_titans import TitansConfig, TitansForCausalLM
 
@@ -33,7 +34,8 @@ LENGTH, PROMPT, NEW_TOKENS = 2048, 512, 128
 OURS, OURS_BF16 = "ours", "ours, bfloat16 products"
 COMPILED = "ours, compiled"
 PEER, PEER_EXACT, PEER_BF16 = "titans-pytorch", "titans-pytorch, eq. 16", "titans-pytorch, bfloat16 products"
-TRAINED, DECODED = (OURS, COMPILED, OURS_BF16, PEER, PEER_EXACT, PEER_BF16), (OURS, PEER, PEER_EXACT)
+TRAINED = (OURS, COMPILED, OURS_BF16, PEER, PEER_EXACT, PEER_BF16)
+DECODED = (OURS, COMPILED, PEER, PEER_EXACT)
 # The loss is a mean over the tokens, the gradients have passed four memories: rounding errors grow on the way.
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3, torch.bfloat16: 1e-1}
 
@@ -87,8 +89,10 @@ def warm_and_step(name: str, length: int) -> tuple[Callable, Callable]:
 class OurDecoding:
     """Greedy decoding behind a prompt."""
 
-    def __init__(self, model: TitansForCausalLM, prompt: torch.Tensor, new_tokens: int):
+    def __init__(self, model: TitansForCausalLM, prompt: torch.Tensor, new_tokens: int, is_compiled: bool):
         self.model, self.new_tokens = model, new_tokens
+        # As generate(compile_config=CompileConfig(fullgraph=True)) decodes.
+        self.step = model.get_compiled_call(CompileConfig(fullgraph=True)) if is_compiled else model
         with torch.no_grad():
             output = model(prompt, use_cache=True)
         self.logits, self.start = output.logits[:, -1:], output.cache
@@ -102,7 +106,7 @@ class OurDecoding:
         """The logits of the new tokens (1, new_tokens, 256)."""
         logits = [self.logits]
         for _ in range(self.new_tokens):
-            logits.append(self.model(logits[-1].argmax(-1), cache=self.cache).logits)
+            logits.append(self.step(logits[-1].argmax(-1), cache=self.cache).logits)
         return torch.cat(logits[1:], 1)
 
 
@@ -134,8 +138,10 @@ class PeerDecoding:
 
 
 def decoding(name: str, prompt: int = PROMPT, new_tokens: int = NEW_TOKENS, segment: int = SEGMENT):
-    kind = OurDecoding if name == OURS else PeerDecoding
-    return kind(model_of(name, segment).eval(), text_of(prompt), new_tokens)
+    model, text = model_of(OURS if name == COMPILED else name, segment).eval(), text_of(prompt)
+    if name in (OURS, COMPILED):
+        return OurDecoding(model, text, new_tokens, name == COMPILED)
+    return PeerDecoding(model, text, new_tokens)
 
 
 def check_decoding(name: str) -> None:
@@ -205,6 +211,8 @@ def measure_training(length: int, rounds: int) -> dict:
 
 def measure_decoding(new_tokens: int, rounds: int) -> dict:
     tasks = {name: decoding(name, new_tokens=new_tokens) for name in DECODED}
+    expected, actual = (tasks[name].run() for name in (OURS, COMPILED))
+    refuse_unless_close(f"cached logits of {COMPILED}", actual, expected, 1e-4)
     calls, rewinds = ({name: getattr(task, kind) for name, task in tasks.items()} for kind in ("run", "rewind"))
     times = alternate(calls, rounds, f"decoding, {new_tokens} tokens", rewinds)
     return {"prompt": PROMPT, "new tokens": new_tokens, **rates(times, new_tokens)}
@@ -233,6 +241,9 @@ def table(results: dict) -> list[str]:
         "rounds with the lowest and the highest.",
         "",
         *markdown_table(header, rows),
+        "",
+        f"`{COMPILED}`: `memory_backend` is `compiled` for training, and decoding is that of `generate()` with a "
+        "`compile_config`; compiling, minutes of it, is not counted.",
         "",
         "`titans-pytorch` takes all inner gradients of a call at the start weights, as by default; with `eq. 16` at "
         "the weights of each chunk's start, as ours do. Largest relative error of our loss and gradients against the "

@@ -16,6 +16,7 @@ import types
 _NEEDS_TRANSFORMERS = (
     "attention_titans",
     "cache_titans",
+    "compiled_decoding",
     "configuration_titans",
     "decoder_layer",
     "generation_titans",

@@ -3,9 +3,12 @@
 """How `generate()` comes to use a memory-state cache."""
 
 from transformers.generation import GenerationMode
+from transformers.utils import logging
 
 from .cache_titans import TitansCache
 
+
+logger = logging.get_logger(__name__)
 
 CACHE_IMPLEMENTATIONS = (None, "dynamic")
 ASSISTED_WITH_MEMORY = (
@@ -20,6 +23,18 @@ class TitansGenerationMixin:
     def _prepare_position_ids_for_generation(self, inputs_tensor, model_kwargs) -> None:
         """No positions: rows go on where the cache stands, which columns and padding do not tell (a cache may hold
         packed documents, or text at other positions). Counted anew, they would look like a document border."""
+
+    def _valid_auto_compile_criteria(self, model_kwargs, generation_config) -> bool:
+        """Decoding is compiled where ``compile_config`` asks for it, on any device, with the cache as it is."""
+        if generation_config.compile_config is None or generation_config.disable_compile:
+            return False
+        quantizer, devices = getattr(self, "hf_quantizer", None), getattr(self, "hf_device_map", {})
+        if len(set(devices.values())) > 1 or not (quantizer is None or quantizer.is_compileable):
+            logger.warning_once(
+                "compile_config is ignored: this model is quantized or spread in a way that prevents it"
+            )
+            return False
+        return True
 
     def _prefill(self, input_ids, generation_config, model_kwargs, is_first_iteration=True):
         cache, mask = model_kwargs.get("cache"), model_kwargs.get("attention_mask")

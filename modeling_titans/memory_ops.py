@@ -140,8 +140,12 @@ def neural_memory(
     sizes = (len(state.weights), q.shape[3], state.weights[-1].shape[2], chunk_size, dtype)
     scan = _pick_scan(backend, sizes, q, mix)
 
+    # Decoding has nothing to cast, and would spend more on asking each tensor in turn than on many an operation.
+    given = (q, theta, alpha, eta, *state.weights, *state.momentum, *state.pending, norm_weight, norm_bias)
+    alike = start_state is None and all(t is None or t.dtype == dtype for t in (*given, *(forget_to_weights or ())))
+
     def cast(tree):
-        return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, tree)
+        return tree if alike else map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, tree)
 
     call = MemoryCall(
         *cast((q, PendingTokens(k, v, theta, alpha, eta), state)),

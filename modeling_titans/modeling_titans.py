@@ -2,12 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Titans models: blocks around the neural memory, in the form of transformers' own models (arXiv 2501.00663)."""
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from transformers import initialization as init
-from transformers.generation import GenerationMixin
+from transformers.generation import CompileConfig, GenerationMixin
 from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
@@ -19,6 +21,7 @@ from transformers.utils.output_capturing import capture_outputs
 from .attention_titans import TitansRotaryEmbedding, check_implementation, returns_weights
 from .cache_titans import TitansCache
 from .call_plan import Columns, Progress, plan_columns
+from .compiled_decoding import compiled_reader, read_blocks, stays_open
 from .configuration_titans import TitansConfig
 from .decoder_layer import TitansDecoderLayer
 from .generation_titans import TitansGenerationMixin
@@ -162,7 +165,12 @@ class TitansModel(TitansPreTrainedModel):
         capture = kwargs.get("output_hidden_states", self.config.output_hidden_states) or output_attentions
         if cache is None or not cache.is_recording or num_columns <= LONG_CALL or capture:
             hidden_states, surprise, attentions = self._read(
-                inputs_embeds, columns, cache, output_surprise, output_attentions
+                inputs_embeds,
+                columns,
+                cache,
+                output_surprise,
+                output_attentions,
+                None if capture or torch.is_grad_enabled() else kwargs.get("reader"),
             )
         else:
             hidden_states, surprise = self._read_with_mark(inputs_embeds, columns, cache, output_surprise)
@@ -175,32 +183,30 @@ class TitansModel(TitansPreTrainedModel):
         )
 
     def _read(
-        self, hidden_states, columns: Columns | None, cache, output_surprise: bool, output_attentions: bool = False
+        self,
+        hidden_states,
+        columns: Columns | None,
+        cache,
+        output_surprise: bool,
+        output_attentions: bool = False,
+        reader: Callable | None = None,
     ):
         """All blocks over (B, T, hidden_size), then the cache's advance.
 
-        Returns the stream, and for each layer its inner losses and attention weights.
+        ``reader``: a compiled form of `read_blocks` for calls that it suits. Returns the stream, and for each layer
+        its inner losses and attention weights.
         """
-        plan = self._plan(hidden_states, columns, None if cache is None else cache.layers[0].state)
-        states, inputs, surprises, attentions = [], [], [], []
-        for index, layer in enumerate(self.layers):
-            state = Sealed(None if cache is None else cache.layers[index].state)
-            output = layer(
-                hidden_states,
-                state=state,
-                plan=plan,
-                output_surprise=output_surprise,
-                output_attentions=output_attentions,
-            )
-            if cache is not None:
-                states.append(output[1].content)
-                inputs.append(hidden_states if cache.is_recording else None)
-            hidden_states = output[0]
-            surprises.append(output[2])
-            attentions.append(output[3])
+        states = [None if cache is None else kept.state for kept in (self.layers if cache is None else cache.layers)]
+        plan = self._plan(hidden_states, columns, states[0])
+        read = read_blocks
+        if reader is not None and stays_open(hidden_states.shape[1], plan.content, states[0]):
+            read = reader
+        sealed = [Sealed(state) for state in states]
+        streams, outputs = read(self.layers, hidden_states, sealed, plan, output_surprise, output_attentions)
         if cache is not None:
-            cache.advance(columns, states, inputs)
-        return hidden_states, tuple(surprises), tuple(attentions)
+            inputs = streams[:-1] if cache.is_recording else [None] * len(outputs)
+            cache.advance(columns, [output[1].content for output in outputs], inputs)
+        return streams[-1], tuple(output[2] for output in outputs), tuple(output[3] for output in outputs)
 
     def _plan(self, hidden_states, columns: Columns | None, state) -> Sealed:
         """The `LayerPlan` of a call that begins where a layer has this state."""
@@ -296,6 +302,16 @@ class TitansForCausalLM(TitansPreTrainedModel, TitansGenerationMixin, Generation
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
+
+    def get_compiled_call(self, compile_config: CompileConfig | None) -> Callable:
+        """What to call instead of the model to decode, token by token, with a cache: `generate()` does so where it is
+        given a ``compile_config``. Compiling begins at the third token of a chunk and takes minutes on a CPU.
+        """
+        compile_config = compile_config or CompileConfig()
+        known = getattr(self, "_compiled_reader", None)
+        if known is None or known[0] != compile_config:
+            self._compiled_reader = known = (compile_config, compiled_reader(compile_config, self.device))
+        return functools.partial(self, reader=known[1])
 
     @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
     @can_return_tuple

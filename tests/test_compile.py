@@ -2,9 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """torch.compile takes the memory and whole models without a graph break, and gives eager's numbers and gradients."""
 
+import copy
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.fx.experimental.proxy_tensor import make_fx
+from transformers import CompileConfig
 
 from titans_testing import (
     LONG_TEXT,
@@ -26,6 +31,7 @@ from titans_testing import (
     tiny_model,
 )
 from transformers_titans import TitansCache, chunk_forward
+from transformers_titans.compiled_decoding import _vector_products_pass, replace_vector_products
 from transformers_titans.memory_layer import TitansNeuralMemory
 from transformers_titans.memory_ops import neural_memory
 
@@ -173,6 +179,82 @@ def test_model_decodes_with_a_cache(compiler):
     assert cache.get_seq_length() == 24
     for tensor in iterate_floats(cache):
         assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+
+
+@pytest.mark.parametrize(("variant", "padded"), [*((name, False) for name in VARIANTS), ("mac", True)])
+def test_compiled_call_decodes_over_ends_of_chunks(compiler, variant, padded):
+    """What generate() decodes with where it is given a compile_config: tokens that close a chunk are not compiled."""
+    fields = {"memory_chunk_size": 8, "segment_length": 16, "sliding_window": 20}
+    model = tiny_model(dtype=F64, **(VARIANTS[variant] | fields)).eval()
+    ids, mask = random_ids(2, 60), torch.ones(2, 60, dtype=torch.long)
+    mask[0, : 4 * padded] = 0
+    step = model.get_compiled_call(compile_config(compiler))
+    with torch.no_grad():
+        cache = model(ids[:, :10], attention_mask=mask[:, :10], use_cache=True).cache
+        decoded = [
+            logits_of(step, ids[:, t : t + 1], attention_mask=mask[:, : t + 1], cache=cache) for t in range(10, 60)
+        ]
+    expected = logits_of(model, ids, attention_mask=mask)[:, 10:]
+    assert_close("logits", torch.cat(decoded, 1), expected, TOLERANCE[F64])
+    assert 1 <= compiler.frame_count <= 4
+
+
+def compile_config(compiler, **fields) -> CompileConfig:
+    # A configuration copies its backend, but not a function.
+    return CompileConfig(fullgraph=True, backend=lambda graph, inputs: compiler(graph, inputs), **fields)
+
+
+def test_generate_decodes_compiled_where_it_is_asked_to(compiler):
+    model = tiny_model(dtype=F64, **(VARIANTS["mac"] | {"memory_chunk_size": 8, "segment_length": 8})).eval()
+    prompt, options = random_ids(2, 9), {"max_new_tokens": 9, "do_sample": False}
+    expected = model.generate(prompt, **options)
+    config = compile_config(compiler)
+    assert torch.equal(model.generate(prompt, compile_config=config, **options), expected)
+    count = compiler.frame_count
+    assert count >= 1
+    model.generate(prompt, compile_config=config, **options)
+    assert compiler.frame_count == count, "a second text is decoded with the graphs of the first"
+    torch._dynamo.reset()
+    for refused in ({"compile_config": config, "disable_compile": True}, {}):
+        model.generate(prompt, **refused, **options)
+    model.hf_device_map = {"model.layers.0": 0, "lm_head": "cpu"}
+    model.generate(prompt, compile_config=config, **options)
+    assert compiler.frame_count == count
+
+
+def test_compiled_call_leaves_all_else_to_eager_mode(compiler):
+    """Gradients, hidden states, several tokens, and a call without a cache are what they are without it."""
+    model = tiny_model(dtype=F64, **VARIANTS["mac"]).eval()
+    step, ids = model.get_compiled_call(compile_config(compiler)), random_ids(2, 12)
+    parameter_gradients(model, step(ids, labels=ids).loss)
+    with torch.no_grad():
+        assert torch.equal(step(ids).logits, model(ids).logits)
+        cache = step(ids[:, :6], use_cache=True).cache
+        actual, expected = (model(ids[:, 6:9], cache=copy.deepcopy(cache)).logits for model in (step, model))
+        assert torch.equal(actual, expected)
+        hidden_states = step(ids[:, 6:7], cache=cache, output_hidden_states=True).hidden_states
+    assert len(hidden_states) == model.config.num_hidden_layers + 1
+    assert compiler.frame_count == 0
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_products_of_one_row_become_sums(rows):
+    """Also where the row is computed beside them, is a part of another tensor, or the result is too."""
+
+    def function(x, other, first, second):
+        return F.linear(F.silu(F.linear(x, first)) * 2, second), F.linear(other[..., 3:], second)
+
+    arguments = [torch.randn(*shape, dtype=F64) for shape in ((1, rows, 5), (1, rows, 12), (9, 5), (7, 9))]
+    graph = make_fx(function, tracing_mode="fake")(*arguments)
+    replace_vector_products(graph.graph)
+    graph.recompile()
+    left = graph.graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)
+    assert len(left) == (0 if rows == 1 else 3)
+    expected = function(*arguments)
+    compiled_function = torch.compile(function, options={"post_grad_custom_pre_pass": _vector_products_pass()})
+    for result in (graph(*arguments), compiled_function(*arguments)):
+        for index, pair in enumerate(zip(result, expected, strict=True)):
+            assert_close(f"result {index}", *pair, TOLERANCE[F64])
 
 
 def test_model_makes_a_cache_in_a_padded_call(compiler):
