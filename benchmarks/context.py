@@ -100,9 +100,9 @@ def check(name: str) -> float:
 class Decoding:
     """Greedy decoding of some tokens behind a cached context."""
 
-    def __init__(self, name: str, model: torch.nn.Module, cache):
-        self.model, self.start, self.new_tokens = model, cache, NEW_TOKENS[name]
-        self.copies = name != "Llama"
+    def __init__(self, model: torch.nn.Module, cache, new_tokens: int):
+        self.model, self.start, self.new_tokens = model, cache, new_tokens
+        self.copies = not isinstance(model, LlamaForCausalLM)
 
     def rewind(self) -> None:
         """A copy of the context's state; of keys and values, which are not changed in place, the columns behind it."""
@@ -155,7 +155,7 @@ def measure_decoding(contexts: list[int], rounds: int) -> dict:
     for name, model in models.items():
         caches = contexts_of(name, model, contexts)
         sizes[name] = {length: cache_bytes(cache) for length, cache in caches.items()}
-        tasks |= {f"{name} {length}": Decoding(name, model, cache) for length, cache in caches.items()}
+        tasks |= {f"{name} {length}": Decoding(model, cache, NEW_TOKENS[name]) for length, cache in caches.items()}
     calls: dict[str, Callable[[], None]] = {key: task.run for key, task in tasks.items()}
     times = alternate(calls, rounds, "decoding", {key: task.rewind for key, task in tasks.items()})
     first, last = contexts[0], contexts[-1]

@@ -1,6 +1,9 @@
 # Copyright 2026 The transformers-titans authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Draws results/decoding.png and prefill.png from results/context.json: ``python benchmarks/plots.py``."""
+"""Draws what the other programs have recorded in results/: ``python benchmarks/plots.py``.
+
+From context.json decoding.png and prefill.png, from caching.json caching.png and caching_decoding.png.
+"""
 
 import json
 
@@ -21,6 +24,10 @@ except ImportError as error:
 STYLES = {
     "lmm": ("Titans lmm", "#d55e00", "o", "-"),
     "mac": ("Titans mac", "#e69f00", "s", "-"),
+    "no caching": ("no caching", "#d55e00", "o", "-"),
+    "SSC": ("SSC", "#e69f00", "s", "-"),
+    "GRM": ("GRM", "#cc79a7", "D", "-"),
+    "Log-Linear++": ("Log-Linear++", "#999933", "P", "-"),
     "Llama": ("Llama", "#0072b2", "^", "--"),
     "Mamba2": ("Mamba2", "#009e73", "v", "--"),
 }
@@ -54,15 +61,16 @@ def _figure(file: str, *panels: tuple[str, str, dict]) -> None:
 
 
 def draw() -> None:
-    """Both plots, from what context.py has recorded."""
-    results = json.loads((RESULTS / "context.json").read_text(encoding="utf-8"))
-    decoding, prefill = results["decoding"], results["prefill"]
-    rates = {
-        name: {length: 1e3 / spread[0] for length, spread in spreads.items()}
-        for name, spreads in decoding["milliseconds per token"].items()
-    }
-    sizes = {name: _megabytes(values) for name, values in decoding["cache bytes"].items()}
-    _figure("decoding.png", ("Decoding", "tokens per second", rates), ("State behind the context", "MB", sizes))
+    """The plots of whatever has been recorded."""
+    for name, plot in {"context": _draw_context, "caching": _draw_caching}.items():
+        file = RESULTS / f"{name}.json"
+        if file.exists():
+            plot(json.loads(file.read_text(encoding="utf-8")))
+
+
+def _draw_context(results: dict) -> None:
+    _figure("decoding.png", *_decoding_panels(results["decoding"]))
+    prefill = results["prefill"]
     rates = {name: {n: f["tokens per second"] for n, f in figures.items()} for name, figures in prefill.items()}
     peaks = {name: _megabytes({n: f["peak bytes"] for n, f in figures.items()}) for name, figures in prefill.items()}
     panels = (
@@ -70,6 +78,26 @@ def draw() -> None:
         ("Peak memory above the model's", "MB", peaks),
     )
     _figure("prefill.png", *panels)
+
+
+def _draw_caching(results: dict) -> None:
+    training = results["training"]
+    rates = {
+        name: {n: spread[0] for n, spread in spreads.items()}
+        for name, spreads in training["tokens per second"].items()
+    }
+    peaks = {name: _megabytes(values) for name, values in training["peak bytes"].items()}
+    _figure("caching.png", ("Training", "tokens per second", rates), ("Peak memory above the model's", "MB", peaks))
+    _figure("caching_decoding.png", *_decoding_panels(results["decoding"]))
+
+
+def _decoding_panels(decoding: dict) -> tuple[tuple[str, str, dict], ...]:
+    rates = {
+        name: {length: 1e3 / spread[0] for length, spread in spreads.items()}
+        for name, spreads in decoding["milliseconds per token"].items()
+    }
+    sizes = {name: _megabytes(values) for name, values in decoding["cache bytes"].items()}
+    return ("Decoding", "tokens per second", rates), ("State behind the context", "MB", sizes)
 
 
 def _megabytes(values: dict[str, float]) -> dict[str, float]:

@@ -34,7 +34,7 @@ from tqdm import tqdm
 
 
 RESULTS = Path(__file__).parent / "results"
-PACKAGES = ("torch", "transformers", "titans-pytorch")
+PACKAGES = ("torch", "transformers", "titans-pytorch", "memory-caching")
 
 
 class Spread(NamedTuple):

@@ -95,8 +95,7 @@ def _compiled(function: Callable) -> Callable:
 
 def take_span(inputs: ScanInputs, options: ScanOptions, at: slice) -> tuple[ScanInputs, ScanOptions]:
     """What a scan over a span alone is given."""
-    restart_at = frozenset(n - at.start for n in options.restart_at if at.start <= n < at.stop)
-    return inputs.slice_chunks(at.start, at.stop), options._replace(restart_at=restart_at)
+    return inputs.slice_chunks(at.start, at.stop), options.of_chunks(at.start, at.stop)
 
 
 class Ends(NamedTuple):

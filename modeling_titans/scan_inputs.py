@@ -52,6 +52,10 @@ class ScanOptions(NamedTuple):
     compiled: bool = False
     rule: Rule = RULES["titans"]
 
+    def of_chunks(self, begin: int, end: int) -> "ScanOptions":
+        """Of a scan of the chunks begin..end - 1 alone."""
+        return self._replace(restart_at=frozenset(n - begin for n in self.restart_at if begin <= n < end))
+
 
 class ScanInputs(NamedTuple):
     """The tensors of a scan; see `chunk_scan`. Optional ones are None."""
@@ -100,9 +104,20 @@ class ScanInputs(NamedTuple):
 
     def slice_chunks(self, begin: int, end: int) -> "ScanInputs":
         """Chunks begin..end - 1."""
-        fields = list(self)
-        *first, mix = [t if t is None else t[begin:end] for t in (*fields[:8], self.mix)]
-        return ScanInputs(*first, *fields[8:-1], mix)
+        return self._with_chunks([t if t is None else t[begin:end] for t in self._by_chunk()])
+
+    def split_chunks(self, lengths: list[int]) -> "list[ScanInputs]":
+        """Pieces of so many chunks each, all of which a gradient flows back through at once: that of a slice is as
+        long as what it was cut from."""
+        parts = [[None] * len(lengths) if t is None else t.split(lengths) for t in self._by_chunk()]
+        return [self._with_chunks(part) for part in zip(*parts, strict=True)]
+
+    def _by_chunk(self) -> list[torch.Tensor | None]:
+        return [*list(self)[:8], self.mix]
+
+    def _with_chunks(self, by_chunk) -> "ScanInputs":
+        *first, mix = by_chunk
+        return ScanInputs(*first, *list(self)[8:-1], mix)
 
 
 class ScanResult(NamedTuple):

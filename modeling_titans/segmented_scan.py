@@ -5,12 +5,12 @@
 Shapes: N chunks, G rows times heads, J chunks behind which a segment ends, m chunks in a segment.
 """
 
+import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
-from .chunk_forward import take_span
 from .kept_plan import SegmentEnds
 from .scan_inputs import ScanInputs, ScanOptions, ScanResult
 
@@ -44,8 +44,10 @@ def scan_segments(
     num_chunks = inputs.k.shape[0]
     state: State = (inputs.weights, inputs.momentum)
     results, kept, begin = [], [], 0
-    for number, stop in _parts(ends, num_chunks, inputs.mix is None):
-        span, span_options = take_span(_mixing(inputs, kept), options, slice(begin, stop))
+    parts = _parts(ends, num_chunks, inputs.mix is None)
+    for (number, length), span in zip(parts, inputs.split_chunks([length for _, length in parts]), strict=True):
+        stop = begin + length
+        span, span_options = _mixing(span, kept), options.of_chunks(begin, stop)
         if number > 1:
             result, states = _scan_side_by_side(scan, span, span_options, number, start)
         else:
@@ -63,14 +65,14 @@ def scan_segments(
 
 
 def _parts(ends: SegmentEnds, num_chunks: int, is_free: bool) -> list[tuple[int, int]]:
-    """(how many segments, chunk behind it) of each part of a scan: one segment, but those that all rows begin anew and
-    alike are one part, if they are ``is_free`` of each other in reading too."""
-    stops = [chunk + 1 for chunk in ends.chunks]
-    parts = [(1, stop) for stop in stops]
-    if is_free and ends.restarts and ends.rows is None and len(stops) > 2:
-        parts = [(1, stops[0]), (len(stops) - 1, stops[-1])]
-    if not stops or stops[-1] < num_chunks:
-        parts.append((1, num_chunks))
+    """(how many segments, how many chunks) of each part of a scan: one segment, but those that all rows begin anew
+    and alike are one part, if they are ``is_free`` of each other in reading too."""
+    borders = [0, *(chunk + 1 for chunk in ends.chunks)]
+    parts = [(1, stop - begin) for begin, stop in itertools.pairwise(borders)]
+    if is_free and ends.restarts and ends.rows is None and len(parts) > 2:
+        parts = [parts[0], (len(parts) - 1, borders[-1] - borders[1])]
+    if borders[-1] < num_chunks:
+        parts.append((1, num_chunks - borders[-1]))
     return parts
 
 
