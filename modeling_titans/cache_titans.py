@@ -200,14 +200,17 @@ class TitansCache(DynamicCache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors held, each counted once. Constant in the number of tokens read, unless past recording
-        is on, or memory caching: then `kept_nbytes` of it grow."""
-        return _nbytes(t for _, t in iterate_tensors(self._tree()))
+        """Bytes of all tensors held. Constant in the number of tokens read, unless past recording is on, or memory
+        caching: then `kept_nbytes` of it grow."""
+        others = (t for name, t in iterate_tensors(self._tree()) if ".kept." not in name)
+        return self.kept_nbytes + sum(t.numel() * t.element_size() for t in others)
 
     @property
     def kept_nbytes(self) -> int:
-        """Bytes of the memories that memory caching has kept, and of their keys."""
-        return _nbytes(t for name, t in iterate_tensors(self._tree()) if ".kept." in name)
+        """Bytes of the memories that memory caching has kept, and of their keys; what several states have in common
+        is counted once."""
+        kept = (t for name, t in iterate_tensors(self._tree()) if ".kept." in name)
+        return sum({(t.data_ptr(), t.shape): t.numel() * t.element_size() for t in kept}.values())
 
     @property
     def is_recording(self) -> bool:
@@ -418,11 +421,6 @@ class TitansCache(DynamicCache):
     def _map_rows(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
         rows = (self.progress, self.base_progress, self.recorded)
         self.progress, self.base_progress, self.recorded = map_tensors(fn, rows)
-
-
-def _nbytes(tensors) -> int:
-    """Bytes of tensors, of which some may be one and the same."""
-    return sum({(t.data_ptr(), t.shape): t.numel() * t.element_size() for t in tensors}.values())
 
 
 def _equal(one: list, other: list) -> bool:
