@@ -339,12 +339,15 @@ class TitansCache(DynamicCache):
         if directory.is_file():
             raise ValueError(f"save_directory must be a directory, but {directory} is a file")
         directory.mkdir(parents=True, exist_ok=True)
-        tensors = {name: t.detach().to("cpu", copy=True).contiguous() for name, t in iterate_tensors(self._tree())}
+        held, owners = dict(iterate_tensors(self._tree())), {}
+        names = {name: owners.setdefault(_place(t), name) for name, t in held.items()}
+        tensors = {name: held[name].detach().to("cpu", copy=True).contiguous() for name in owners.values()}
         meta = {
             "geometry": self.geometry,
             "columns": self.get_seq_length(),
             "recording": self.is_recording,
             "marks": [offset for offset, _ in self.layers[0].marks],
+            "shared": {name: owner for name, owner in names.items() if name != owner},
             "kept": {name: n for name, n in iterate_leaves(self._tree()) if isinstance(n, int) and ".kept." in name},
         }
         handle, temporary = tempfile.mkstemp(dir=directory, suffix=".tmp")
@@ -389,7 +392,8 @@ class TitansCache(DynamicCache):
         return tuple(layer.tree() for layer in self.layers), self.progress, self.base_progress, self.recorded
 
     def _load_tree(self, tensors: dict[str, torch.Tensor], meta: dict) -> None:
-        tree = _nest(tensors | meta["kept"])
+        shared = {name: tensors[owner] for name, owner in meta["shared"].items()}
+        tree = _nest(tensors | shared | meta["kept"])
         self.progress = Progress(**tree["1"])
         self.base_progress = Progress(**tree["2"]) if "2" in tree else None
         self.recorded = Columns(**tree["3"]) if "3" in tree else None
@@ -422,7 +426,12 @@ class TitansCache(DynamicCache):
 
 def _nbytes(tensors) -> int:
     """Bytes of tensors, of which some may be one and the same."""
-    return sum({(t.data_ptr(), t.shape): t.numel() * t.element_size() for t in tensors}.values())
+    return sum({_place(t): t.numel() * t.element_size() for t in tensors}.values())
+
+
+def _place(t: torch.Tensor) -> tuple:
+    """What two tensors have alike that are one and the same."""
+    return t.device, t.data_ptr(), t.shape, t.dtype
 
 
 def _equal(one: list, other: list) -> bool:

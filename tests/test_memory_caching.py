@@ -103,14 +103,6 @@ def test_the_oldest_memories_are_dropped(aggregation, initialization, most):
     assert_equals_oracle(layer, random_states(1, LENGTH), sizes=[7, 6, 10, 4])
 
 
-@pytest.mark.parametrize("most", [1, 2, 50], ids="at_most_{}".format)
-@pytest.mark.parametrize("initialization", ["checkpoint", "independent"])
-def test_the_oldest_blocks_are_dropped(initialization, most):
-    """Of the blocks of the binary expansion the last ones are read; 7 segments are three blocks."""
-    way = WAYS[f"logarithmic_{initialization}"]
-    assert_equals_oracle(small_layer(GRM, way, cache_max_segments=most), random_states(1, 7 * SEGMENT + 1))
-
-
 @pytest.mark.parametrize("backend", ["chunked", "recurrent"])
 @pytest.mark.parametrize("way", ["constant_checkpoint", "logarithmic_independent"])
 @every_aggregation
