@@ -68,7 +68,7 @@ class KeptOptions:
 
     def kept_ends(self, closed: int | torch.Tensor, places: int, device) -> torch.Tensor:
         """For each place the number of segments behind which its memory was kept: (B, K), 0 where there is none."""
-        closed = torch.as_tensor(closed, device=device).view(-1, 1)
+        closed = by_row(closed, device).view(-1, 1)
         number, place = self.numbers(closed), torch.arange(places, device=device)
         if not self.logarithmic:
             return torch.where(place < number, closed - number + 1 + place, 0)
@@ -317,6 +317,11 @@ def _spans(allowed: torch.Tensor) -> tuple[tuple[int, int], ...]:
     begin = torch.where(anywhere, column, number).amin(0)
     stop = torch.where(anywhere, column + 1, 0).amax(0)
     return tuple((min(b, e), e) for b, e in torch.stack([begin, stop], 1).tolist())
+
+
+def by_row(count: int | torch.Tensor, device) -> torch.Tensor:
+    """A count as (B or 1,); an int in such a way that a trace does not compile the number in."""
+    return count.to(device) if torch.is_tensor(count) else torch.full((1,), count, device=device)
 
 
 def _take(values: torch.Tensor, column: torch.Tensor, otherwise: int) -> torch.Tensor:
