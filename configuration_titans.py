@@ -17,21 +17,18 @@ AUTO_MAP = {
     "AutoModelForTokenClassification": "modeling_titans.TitansForTokenClassification",
 }
 
-# Each field of fixed words: (what it may say, what this version can build).
-BACKENDS = ("auto", "triton", "chunked", "compiled", "native", "recurrent")
-CACHING = (None, "residual", "grm", "soup", "ssc", "average")
-RULES = ("titans", "dla", "linear_attention", "swla")
+# What each field of fixed words may say.
 CHOICES = {
-    "variant": (("lmm", "mal", "mag", "mac"), ("lmm", "mal", "mag", "mac")),
-    "memory_gating": (("silu", "sigmoid"), ("silu", "sigmoid")),
-    "memory_rule": (RULES, RULES),
-    "memory_gate_granularity": (("token", "chunk"), ("token", "chunk")),
-    "memory_forget_to": (("zero", "start"), ("zero", "start")),
-    "memory_backend": (BACKENDS, BACKENDS),
-    "memory_caching": (CACHING, CACHING),
-    "cache_initialization": (("checkpoint", "independent"), ("checkpoint", "independent")),
-    "cache_segmentation": (("constant", "logarithmic"), ("constant", "logarithmic")),
-    "connector": (("projection", "query"), ("projection", "query")),
+    "variant": ("lmm", "mal", "mag", "mac"),
+    "memory_gating": ("silu", "sigmoid"),
+    "memory_rule": ("titans", "dla", "linear_attention", "swla"),
+    "memory_gate_granularity": ("token", "chunk"),
+    "memory_forget_to": ("zero", "start"),
+    "memory_backend": ("auto", "triton", "chunked", "compiled", "native", "recurrent"),
+    "memory_caching": (None, "residual", "grm", "soup", "ssc", "average"),
+    "cache_initialization": ("checkpoint", "independent"),
+    "cache_segmentation": ("constant", "logarithmic"),
+    "connector": ("projection", "query"),
 }
 
 # Those whose frequencies do not depend on the length of the text.
@@ -142,8 +139,7 @@ class TitansConfig(PreTrainedConfig):
             projection of its own, or by its `"query"`, which needs no parameters.
 
     Raises:
-        StrictDataclassError: (huggingface_hub's) if a field has a type or value that is not allowed, or one that this
-            version cannot build yet.
+        StrictDataclassError: (huggingface_hub's) if a field has a type or value that is not allowed.
         ValueError: for unknown names that begin like a field of this model.
 
     ```python
@@ -261,12 +257,9 @@ class TitansConfig(PreTrainedConfig):
 
     def validate_choices(self):
         """Part of `@strict`-powered validation: fields of fixed words."""
-        for name, (allowed, built) in CHOICES.items():
-            value = getattr(self, name)
-            if value not in allowed:
-                raise ValueError(f"{name} must be one of {allowed}, got {value!r}")
-            if value not in built:
-                raise ValueError(f"{name}={value!r} is not available in this version yet; available: {built}")
+        for name, allowed in CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} must be one of {allowed}, got {getattr(self, name)!r}")
 
     def validate_sizes(self):
         """Part of `@strict`-powered validation: numbers and their lower bounds."""

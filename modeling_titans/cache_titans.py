@@ -200,17 +200,14 @@ class TitansCache(DynamicCache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors held. Constant in the number of tokens read, unless past recording is on, or memory
-        caching: then `kept_nbytes` of it grow."""
-        others = (t for name, t in iterate_tensors(self._tree()) if ".kept." not in name)
-        return self.kept_nbytes + sum(t.numel() * t.element_size() for t in others)
+        """Bytes of all tensors held, each counted once. Constant in the number of tokens read, unless past recording
+        is on, or memory caching: then `kept_nbytes` of it grow."""
+        return _nbytes(t for _, t in iterate_tensors(self._tree()))
 
     @property
     def kept_nbytes(self) -> int:
-        """Bytes of the memories that memory caching has kept, and of their keys; what several states have in common
-        is counted once."""
-        kept = (t for name, t in iterate_tensors(self._tree()) if ".kept." in name)
-        return sum({(t.data_ptr(), t.shape): t.numel() * t.element_size() for t in kept}.values())
+        """Bytes of the memories that memory caching has kept, and of their keys."""
+        return _nbytes(t for name, t in iterate_tensors(self._tree()) if ".kept." in name)
 
     @property
     def is_recording(self) -> bool:
@@ -342,12 +339,15 @@ class TitansCache(DynamicCache):
         if directory.is_file():
             raise ValueError(f"save_directory must be a directory, but {directory} is a file")
         directory.mkdir(parents=True, exist_ok=True)
-        tensors = {name: t.detach().to("cpu", copy=True).contiguous() for name, t in iterate_tensors(self._tree())}
+        held, owners = dict(iterate_tensors(self._tree())), {}
+        names = {name: owners.setdefault(_place(t), name) for name, t in held.items()}
+        tensors = {name: held[name].detach().to("cpu", copy=True).contiguous() for name in owners.values()}
         meta = {
             "geometry": self.geometry,
             "columns": self.get_seq_length(),
             "recording": self.is_recording,
             "marks": [offset for offset, _ in self.layers[0].marks],
+            "shared": {name: owner for name, owner in names.items() if name != owner},
             "kept": {name: n for name, n in iterate_leaves(self._tree()) if isinstance(n, int) and ".kept." in name},
         }
         handle, temporary = tempfile.mkstemp(dir=directory, suffix=".tmp")
@@ -392,7 +392,8 @@ class TitansCache(DynamicCache):
         return tuple(layer.tree() for layer in self.layers), self.progress, self.base_progress, self.recorded
 
     def _load_tree(self, tensors: dict[str, torch.Tensor], meta: dict) -> None:
-        tree = _nest(tensors | meta["kept"])
+        shared = {name: tensors[owner] for name, owner in meta["shared"].items()}
+        tree = _nest(tensors | shared | meta["kept"])
         self.progress = Progress(**tree["1"])
         self.base_progress = Progress(**tree["2"]) if "2" in tree else None
         self.recorded = Columns(**tree["3"]) if "3" in tree else None
@@ -421,6 +422,16 @@ class TitansCache(DynamicCache):
     def _map_rows(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
         rows = (self.progress, self.base_progress, self.recorded)
         self.progress, self.base_progress, self.recorded = map_tensors(fn, rows)
+
+
+def _nbytes(tensors) -> int:
+    """Bytes of tensors, of which some may be one and the same."""
+    return sum({_place(t): t.numel() * t.element_size() for t in tensors}.values())
+
+
+def _place(t: torch.Tensor) -> tuple:
+    """What two tensors have alike that are one and the same."""
+    return t.device, t.data_ptr(), t.shape, t.dtype
 
 
 def _equal(one: list, other: list) -> bool:

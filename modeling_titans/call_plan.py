@@ -32,12 +32,19 @@ class Columns(NamedTuple):
         document_starts: (B, T) those of them that begin a document in a row that has read another one.
         position: (B, T).
         may_restart: whether anything was given by which a document can start.
+        may_pad: whether anything was given by which a column can be padding.
     """
 
     mask: torch.Tensor
     document_starts: torch.Tensor
     position: torch.Tensor
     may_restart: bool = True
+    may_pad: bool = True
+
+    @property
+    def are_plain(self) -> bool:
+        """Whether it is known, without a look at any tensor, that all are tokens and none begins a document."""
+        return not (self.may_restart or self.may_pad)
 
     def part(self, at: slice) -> "Columns":
         """The columns at ``at`` alone."""
@@ -48,7 +55,8 @@ class Columns(NamedTuple):
     def followed_by(self, later: "Columns") -> "Columns":
         """These columns and those of the next call as one."""
         mask, starts, position = (torch.cat(pair, 1) for pair in zip(self[:3], later[:3], strict=True))
-        return Columns(mask, starts, position, self.may_restart or later.may_restart)
+        may = (one or other for one, other in zip(self[3:], later[3:], strict=True))
+        return Columns(mask, starts, position, *may)
 
     def advance(self, progress: Progress) -> Progress:
         """The rows' progress behind these columns."""
@@ -122,7 +130,7 @@ def plan_columns(
         starts = starts | _packed_starts(cu_seq_lens, shape, device)
     has_predecessor = (progress.seen[:, None] + rank) > 1
     may_restart = any(x is not None for x in (position_ids, cu_seq_lens, seq_idx))
-    return Columns(mask, starts & mask & has_predecessor, position, may_restart)
+    return Columns(mask, starts & mask & has_predecessor, position, may_restart, attention_mask is not None)
 
 
 def _real_columns(attention_mask, shape: tuple[int, int], num_past: int, device) -> torch.Tensor:

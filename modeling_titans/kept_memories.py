@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from .kept_plan import KeptCounts, KeptPlan
+from .kept_plan import KeptCounts, KeptPlan, by_row
 from .token_layout import take
 
 
@@ -125,7 +125,7 @@ def relevance(u: torch.Tensor, kept: KeptMemories, plan: KeptPlan) -> Relevance:
     mean = running / plan.length[:, :, None, None]
     new = take(torch.cat([running, torch.zeros_like(running[:, :1])], 1), plan.last.expand(batch_size, -1))
     keys = torch.cat([kept.keys, _means(new, kept, plan)], 1)
-    left = torch.as_tensor(plan.left, device=u.device).view(-1, 1, 1)
+    left = by_row(plan.left, u.device).view(-1, 1, 1)
     return compare(u, keys, mean, torch.where(left > 0, running[:, -1], 0))
 
 

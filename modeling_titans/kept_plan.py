@@ -68,7 +68,7 @@ class KeptOptions:
 
     def kept_ends(self, closed: int | torch.Tensor, places: int, device) -> torch.Tensor:
         """For each place the number of segments behind which its memory was kept: (B, K), 0 where there is none."""
-        closed = torch.as_tensor(closed, device=device).view(-1, 1)
+        closed = by_row(closed, device).view(-1, 1)
         number, place = self.numbers(closed), torch.arange(places, device=device)
         if not self.logarithmic:
             return torch.where(place < number, closed - number + 1 + place, 0)
@@ -195,7 +195,7 @@ class _Columns(NamedTuple):
 
 class _Ends(NamedTuple):
     """Where segments end: columns (B, E), the op's and which of them each one is, see `KeptPlan`; what comes of it:
-    places K', segments complete in the row that has most, and, if all rows are alike, before the call."""
+    places K', the most segments that a document of the call has complete, and, if all rows are alike, before the call."""
 
     last: torch.Tensor
     ends: SegmentEnds
@@ -210,11 +210,13 @@ def _alike_rows(options: KeptOptions, counts: KeptCounts, pending: int, num_colu
     number = (left + num_columns) // length
     last = [(n + 1) * length - left - 1 for n in range(number)]
     ends = SegmentEnds(tuple((pending + t) // options.chunk_size for t in last), None, options.restarts)
-    known = [*_python_ends(options, closed), *range(closed + 1, closed + number + 1)]
-    spans = []
-    for end in known:
-        begin, stop = (max((n - closed) * length - left, 0) for n in (end, end + options.life(end)))
-        spans.append((min(begin, num_columns), min(stop, num_columns)))
+    # A single token reads all that was kept before it; a trace need not ask how much of the text that is.
+    spans = [(0, 1)] * counts.places + [(1, 1)] * number if num_columns == 1 else []
+    if not spans:
+        known = [*_python_ends(options, closed), *range(closed + 1, closed + number + 1)]
+        for end in known:
+            begin, stop = (max((n - closed) * length - left, 0) for n in (end, end + options.life(end)))
+            spans.append((min(begin, num_columns), min(stop, num_columns)))
     place = torch.arange(num_columns, device=device)[None]
     total = closed * length + left + num_columns
     columns = _Columns(
@@ -249,7 +251,9 @@ def _differing_rows(options: KeptOptions, counts: KeptCounts, layout: TokenLayou
     columns = _Columns(documents.index, number, layout.mask, last_document, total)
     is_end = layout.mask & (number % length == 0)
     after = total.squeeze(1) // length
-    most = torch.stack([is_end.sum(1), options.numbers(after), after]).amax(1).tolist()
+    # A document that ends in the call may have had more segments than the one behind it.
+    reached = torch.maximum(torch.where(layout.mask, number // length, 0).amax(1), after)
+    most = torch.stack([is_end.sum(1), options.numbers(after), reached]).amax(1).tolist()
     num_ends, places, num_closed = most
     last = columns_by_place(torch.where(is_end, is_end.long().cumsum(1) - 1, num_ends), num_ends)
     chunk = _take(slots.slot // options.chunk_size, last, -1)
@@ -318,6 +322,11 @@ def _spans(allowed: torch.Tensor) -> tuple[tuple[int, int], ...]:
     begin = torch.where(anywhere, column, number).amin(0)
     stop = torch.where(anywhere, column + 1, 0).amax(0)
     return tuple((min(b, e), e) for b, e in torch.stack([begin, stop], 1).tolist())
+
+
+def by_row(count: int | torch.Tensor, device) -> torch.Tensor:
+    """A count as (B or 1,); an int in such a way that a trace does not compile the number in."""
+    return count.to(device) if torch.is_tensor(count) else torch.full((1,), count, device=device)
 
 
 def _take(values: torch.Tensor, column: torch.Tensor, otherwise: int) -> torch.Tensor:

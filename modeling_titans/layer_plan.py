@@ -56,7 +56,10 @@ def plan_layers(
         rotary_embedding: a `TitansRotaryEmbedding`, or None in `lmm`.
     """
     shape, device = tuple(hidden_states.shape[:2]), hidden_states.device
-    mask, starts = (None, None) if columns is None else columns.exceptions()
+    caching = CachingOptions.of(config)
+    # What is kept grows at a segment's end, which a traced graph must know: there it has to be a matter of numbers.
+    are_plain = columns is None or (caching is not None and columns.are_plain)
+    mask, starts = (None, None) if are_plain else columns.exceptions()
     ragged = any(x is not None for x in (mask, starts)) or not isinstance(memory_count, int)
     if ragged and mask is None:
         mask = columns.mask
@@ -70,11 +73,11 @@ def plan_layers(
             config.memory_chunk_size,
             config.num_persistent_tokens,
             config._attn_implementation,
-            CachingOptions.of(config),
+            caching,
         )
         segments = plan_segments(options, shape, attention_count, num_kept, kept, cos_sin, mask, starts)
         return LayerPlan(segments=segments)
-    memory, caching = None, CachingOptions.of(config)
+    memory = None
     if columns is not None or caching is not None:
         memory = TokenLayout.build(mask, starts, count=memory_count, chunk_size=config.memory_chunk_size, shape=shape)
     if caching is not None:

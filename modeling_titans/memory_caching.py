@@ -12,7 +12,7 @@ import torch
 
 from .inner_network import InnerNetwork, gelu, output_of
 from .kept_memories import KeptMemories, Relevance, Shares, advance, compare, equal_shares, gated_shares, relevance
-from .kept_plan import KeptOptions, KeptPlan, plan_kept
+from .kept_plan import KeptOptions, KeptPlan, by_row, plan_kept
 from .kept_read import answers, read_kept
 from .memory_ops_chunked import MemoryResult
 from .memory_state import MemoryState
@@ -176,7 +176,7 @@ def read_segment(
     """
     counts = kept.counts
     end = options.kept.kept_ends(counts.closed, counts.places, q.device)
-    left = torch.as_tensor(counts.left, device=q.device).view(-1, 1)
+    left = by_row(counts.left, q.device).view(-1, 1)
     allowed = (end > 0).unsqueeze(1).expand(-1, q.shape[1], -1)
     runs = ((left > 0) | ~(end > 0).any(1, keepdim=True)).expand(-1, q.shape[1])
     found = None

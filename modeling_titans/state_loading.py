@@ -70,6 +70,8 @@ def _check_counts(state: TitansLayerState, geometry: dict) -> None:
     for name, kept in (("memory", state.memory.kept), ("segment", state.segment and state.segment.kept)):
         if kept is not None:
             _check_kept(name, kept, geometry)
+    if state.memory.kept is not None:
+        _check_runners(state.memory.kept, geometry)
     if attention is None:
         return
     window = geometry["segment_length" if geometry["variant"] == "mac" else "sliding_window"]
@@ -99,6 +101,17 @@ def _check_kept(name: str, kept: KeptMemories, geometry: dict) -> None:
     if not bool(((closed >= 0) & (number <= places)).all()) or (closed.dim() == 0 and int(number) != places):
         raise ValueError(
             f"the state's {name}.kept.closed must be of as many memories as are kept, {places}, got {kept.closed}"
+        )
+
+
+def _check_runners(kept: KeptMemories, geometry: dict) -> None:
+    """There is a runner for each length of block that is complete, where blocks begin anew."""
+    options = _caching(geometry).kept
+    most = int(torch.as_tensor(kept.closed).max())
+    if options.logarithmic and options.restarts and len(kept.runners) < most.bit_length():
+        raise ValueError(
+            f"the state's memory.kept.runners must be at least {most.bit_length()} for {most} segments, "
+            f"got {len(kept.runners)}"
         )
 
 

@@ -10,17 +10,18 @@ import torch
 from titans_testing import assert_close, logits_of, random_ids
 from transformers_titans import TitansCache
 from transformers_titans.memory_state import iterate_tensors
-from variant_oracle import VARIANTS
+from variant_oracle import EVERY_VARIANT, VARIANTS
 
 
 F64 = torch.float64
-# Those of `variant_oracle.VARIANTS`.
+# Those of `variant_oracle.VARIANTS`; segments of memory caching end at some of these, or one chunk later.
 CHUNK, WINDOW, SEGMENT = 4, 5, 8
 # Relative error allowed between two ways to feed one text in float64.
 EXACT = 1e-9
 DOCUMENTS = [5, 9, 1, 17, 3]
 
-every_variant = pytest.mark.parametrize("variant", VARIANTS)
+every_variant = pytest.mark.parametrize("variant", EVERY_VARIANT)
+every_variant_of_constant_size = pytest.mark.parametrize("variant", VARIANTS)
 
 
 def feed(model, cache: TitansCache, ids: torch.Tensor, sizes=None, **kwargs) -> torch.Tensor:

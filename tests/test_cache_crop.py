@@ -10,14 +10,14 @@ import torch
 from titans_testing import OPTIONS, assert_close, logits_of, random_ids, tiny_model
 from transformers_titans import TitansCache
 from transformers_titans.memory_state import iterate_tensors
-from variant_oracle import VARIANTS, variant_model
+from variant_oracle import EVERY_VARIANT, variant_model
 
 
 F64 = torch.float64
 CHUNK = 4
 IDS = random_ids(2, 60)
 LATER = random_ids(2, 9, seed=9)
-every_variant = pytest.mark.parametrize("variant", VARIANTS)
+every_variant = pytest.mark.parametrize("variant", EVERY_VARIANT)
 MASK = torch.ones(2, 60, dtype=torch.long)
 MASK[0, :7] = 0
 

@@ -13,12 +13,12 @@ from safetensors.torch import load_file, save_file
 
 from titans_testing import OPTIONS, logits_of, random_ids, tiny_config, tiny_model
 from transformers_titans import TitansCache
-from transformers_titans.cache_titans import CACHE_FILE
+from transformers_titans.cache_titans import CACHE_FILE, FORMAT
 from transformers_titans.memory_state import iterate_tensors
-from variant_oracle import VARIANTS, variant_model
+from variant_oracle import CACHING_VARIANTS, EVERY_VARIANT, VARIANTS, variant_model
 
 
-every_variant = pytest.mark.parametrize("variant", VARIANTS)
+every_variant = pytest.mark.parametrize("variant", EVERY_VARIANT)
 
 IDS = random_ids(3, 14)
 LATER = random_ids(3, 9, seed=9)
@@ -121,9 +121,11 @@ SITUATIONS = [
 
 
 @pytest.mark.parametrize("situation", SITUATIONS, ids=lambda s: s.__name__)
-@pytest.mark.parametrize("option", ["default", "no_conv", "persistent_0", "depth_3", "mal", "mag", "mac"])
+@pytest.mark.parametrize(
+    "option", ["default", "no_conv", "persistent_0", "depth_3", "mal", "mag", "mac", *CACHING_VARIANTS]
+)
 def test_a_loaded_cache_goes_on_exactly(option, situation, tmp_path):
-    model = tiny_model(**(OPTIONS | VARIANTS)[option])
+    model = tiny_model(**(OPTIONS | EVERY_VARIANT)[option])
     cache = TitansCache(model.config)
     situation(model, cache)
     cache.save_pretrained(tmp_path)
@@ -278,14 +280,17 @@ def test_a_foreign_file_is_refused(tmp_path):
     refused(tmp_path / "notes.txt", "notes.txt")
 
 
+def contents(file) -> tuple[dict[str, torch.Tensor], dict]:
+    """The file's tensors, and what it says of them."""
+    with safe_open(file, "pt") as handle:
+        return load_file(file), json.loads(handle.metadata()["cache"])
+
+
 def rewrite(file, change) -> None:
     """Writes the file again after ``change(tensors, meta)``."""
-    tensors = load_file(file)
-    with safe_open(file, "pt") as handle:
-        metadata = dict(handle.metadata())
-    meta = json.loads(metadata["cache"])
+    tensors, meta = contents(file)
     change(tensors, meta)
-    save_file(tensors, file, metadata=metadata | {"cache": json.dumps(meta)})
+    save_file(tensors, file, metadata={"format": FORMAT, "cache": json.dumps(meta)})
 
 
 @pytest.mark.parametrize(
@@ -336,6 +341,11 @@ def changed(name, fn):
     return lambda tensors, meta: tensors.update({n: fn(t).contiguous() for n, t in tensors.items() if name in n})
 
 
+def counted(name, number):
+    """Sets what every layer's kept memories count under this name."""
+    return lambda tensors, meta: meta["kept"].update({n: number for n in meta["kept"] if n.endswith(name)})
+
+
 @pytest.mark.parametrize(
     ("variant", "change"),
     [
@@ -364,6 +374,32 @@ def changed(name, fn):
         ("mag", lambda tensors, meta: meta["geometry"].update(VARIANTS["lmm"])),
         ("mac", lambda tensors, meta: meta["geometry"].pop("segment_length")),
         ("mag", lambda tensors, meta: meta["geometry"].pop("variant")),
+        ("lmm_grm", without("kept.keys")),
+        ("lmm_grm", without("kept.total")),
+        ("lmm_grm", without("kept.weights.1")),
+        ("lmm_grm", without("0.1.0.memory.kept.")),
+        ("lmm_grm", changed("kept.weights", lambda t: t[:, :0])),
+        ("lmm_grm", changed("kept.", lambda t: torch.cat([t, t], 1))),
+        ("lmm_grm", changed("kept.keys", lambda t: t[:2])),
+        ("lmm_grm", changed("kept.weights", torch.Tensor.half)),
+        ("lmm_grm", changed("kept.keys", torch.Tensor.long)),
+        ("lmm_grm", lambda tensors, meta: meta["kept"].clear()),
+        ("lmm_grm", counted("closed", 2)),
+        ("lmm_grm", counted("closed", -1)),
+        ("lmm_grm", counted("left", 8)),
+        ("lmm_grm", counted("left", -1)),
+        ("lmm_grm", lambda tensors, meta: meta["kept"].update({"0.1.0.memory.kept.left": 3})),
+        ("lmm_grm", lambda tensors, meta: meta["geometry"].update(memory_caching=None)),
+        ("lmm_grm", lambda tensors, meta: meta["geometry"].update(memory_caching="average")),
+        ("lmm_grm", lambda tensors, meta: meta["geometry"].pop("cache_segment_length")),
+        ("lmm_grm", lambda tensors, meta: meta.pop("shared")),
+        ("mac_ssc", without("segment.kept")),
+        ("mac_ssc", without(".runners.")),
+        ("mac_ssc", without(".runners.0.1.0")),
+        ("mac_ssc", changed(".runners.", torch.Tensor.half)),
+        ("mac_ssc", changed(".runners.", lambda t: t[:, :1])),
+        ("mac_ssc", lambda tensors, meta: meta["geometry"].update(cache_initialization="checkpoint")),
+        ("mag_soup", changed("kept.", lambda t: torch.cat([t, t], 1))),
     ],
     ids=[
         "mal_without_attention",
@@ -391,18 +427,44 @@ def changed(name, fn):
         "mag_as_lmm",
         "segment_length_missing",
         "variant_missing",
+        "kept_keys_missing",
+        "kept_sums_missing",
+        "kept_layer_missing",
+        "a_layers_kept_memories_missing",
+        "kept_weights_empty",
+        "kept_twice",
+        "kept_rows_missing",
+        "kept_weights_narrowed",
+        "integer_kept_keys",
+        "kept_counts_missing",
+        "more_segments_than_kept",
+        "segments_below_zero",
+        "segment_complete",
+        "segment_below_zero",
+        "a_layer_counts_otherwise",
+        "kept_without_caching",
+        "keys_where_none_are",
+        "caching_length_missing",
+        "shared_missing",
+        "mac_without_segment_kept",
+        "runners_missing",
+        "a_runners_layer_missing",
+        "runners_narrowed",
+        "runners_heads_missing",
+        "runners_of_checkpoints",
+        "more_kept_than_allowed",
     ],
 )
 def test_an_incomplete_attention_state_is_refused_at_the_latest_by_the_model(variant, change, tmp_path):
     file = saved_by(variant, tmp_path)
-    before = load_file(file)
+    before = contents(file)
     rewrite(file, change)
-    with safe_open(file, "pt") as handle:
-        geometry = json.loads(handle.metadata()["cache"])["geometry"]
     # A change that finds nothing to change would prove nothing.
-    after = load_file(file)
-    same = before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
-    assert not same or geometry != TitansCache(tiny_config(**VARIANTS[variant])).geometry
+    (tensors, facts), (changed_tensors, changed_facts) = before, contents(file)
+    same = tensors.keys() == changed_tensors.keys() and all(
+        tensors[name].dtype == t.dtype and torch.equal(tensors[name], t) for name, t in changed_tensors.items()
+    )
+    assert not same or facts != changed_facts
     with pytest.raises(ValueError, match=r"incomplete|damaged|must be|must have|cache was made"):
         model = variant_model(variant)
         logits_of(model, LATER, cache=TitansCache.from_pretrained(file, config=model.config))
@@ -417,6 +479,9 @@ def test_an_incomplete_attention_state_is_refused_at_the_latest_by_the_model(var
         ("mag", "attention.count"),
         ("mac", "attention.count"),
         ("mac", "memory.memory.count"),
+        ("lmm_grm", "kept.closed"),
+        ("lmm_grm", "kept.left"),
+        ("mac_ssc", "segment.kept.closed"),
     ],
 )
 def test_rows_that_count_more_or_less_than_there_is_are_refused(variant, name, count, tmp_path):
@@ -444,13 +509,20 @@ def test_rows_that_count_more_or_less_than_there_is_are_refused(variant, name, c
         ("mag", {"sliding_window": 512}, "sliding_window=5"),
         ("mac", {"segment_length": 16}, "segment_length=8"),
         ("mac", {"num_key_value_heads": 1}, "num_key_value_heads=2"),
+        ("lmm_grm", {"memory_caching": "residual"}, "memory_caching='grm'"),
+        ("lmm_grm", {"memory_caching": None}, "memory_caching='grm'"),
+        ("lmm_grm", {"cache_segment_length": 4}, "cache_segment_length=8"),
+        ("lmm_grm", {"connector": "query"}, "connector='projection'"),
+        ("mac_ssc", {"cache_segmentation": "constant"}, "cache_segmentation='logarithmic'"),
+        ("mac_ssc", {"cache_initialization": "checkpoint"}, "cache_initialization='independent'"),
+        ("mag_soup", {"cache_max_segments": None}, "cache_max_segments=2"),
         ("mal", {"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}, "rope_parameters="),
     ],
     ids=str,
 )
 def test_memory_of_another_model_is_refused_with_the_field(variant, overrides, said, tmp_path):
     file = saved_by(variant, tmp_path)
-    fields = VARIANTS[variant] | overrides
+    fields = EVERY_VARIANT[variant] | overrides
     with pytest.raises(ValueError, match=said):
         TitansCache.from_pretrained(file, config=tiny_config(**fields))
     cache = TitansCache.from_pretrained(file)

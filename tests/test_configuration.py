@@ -57,16 +57,14 @@ EVERY_FIELD = {
     "memory_norm": False,
     "memory_conv_kernel_size": 0,
     "cache_segment_length": 18,
+    "memory_caching": "soup",
+    "cache_initialization": "independent",
+    "cache_segmentation": "logarithmic",
     "cache_top_k": 4,
+    "connector": "query",
 }
-# What this version builds only one way.
-SINGLE_CHOICE = {
-    "memory_rule",
-    "memory_caching",
-    "cache_initialization",
-    "cache_segmentation",
-    "connector",
-}
+# What this version builds only one way, and what only constant segmentation has.
+SINGLE_CHOICE, CONSTANT = {"memory_rule"}, {"cache_max_segments"}
 
 
 def fields_of(config) -> dict:
@@ -76,7 +74,7 @@ def fields_of(config) -> dict:
 def test_every_own_field_is_in_the_round_trip_list():
     inherited = set(TitansConfig.__mro__[1].__dataclass_fields__)
     own = set(TitansConfig.__dataclass_fields__) - inherited
-    assert own - SINGLE_CHOICE <= set(EVERY_FIELD)
+    assert own - SINGLE_CHOICE - CONSTANT <= set(EVERY_FIELD)
     defaults = fields_of(TitansConfig())
     assert all(defaults[name] != value for name, value in EVERY_FIELD.items())
 
@@ -200,18 +198,13 @@ def test_unknown_word_is_refused_with_the_allowed_ones(name):
     assert all(repr(word) in message for word in WORDS[name])
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        *[("memory_caching", word) for word in WORDS["memory_caching"]],
-        ("cache_initialization", "independent"),
-        ("cache_segmentation", "logarithmic"),
-        ("connector", "query"),
-    ],
-)
-def test_value_that_is_not_built_yet_is_refused(name, value):
-    with pytest.raises(REFUSED, match=rf"{name}='{value}' is not available in this version"):
-        TitansConfig(**{name: value})
+@pytest.mark.parametrize("name", ["memory_caching", "cache_initialization", "cache_segmentation", "connector"])
+def test_every_word_of_memory_caching_is_built(name, tmp_path):
+    for word in WORDS[name]:
+        fields = {"memory_caching": "grm", name: word}
+        TitansConfig(**fields).save_pretrained(tmp_path)
+        loaded = TitansConfig.from_pretrained(tmp_path)
+        assert {name: getattr(loaded, name) for name in fields} == fields
 
 
 AT_LEAST_ONE = (
@@ -286,6 +279,37 @@ def test_narrow_stream_says_that_heads_get_no_width():
 
 def test_caching_segment_need_not_fit_while_nothing_is_cached():
     assert TitansConfig(memory_chunk_size=48).cache_segment_length == 256
+
+
+@pytest.mark.parametrize("length", [1, 63, 96])
+def test_caching_segment_that_does_not_fit_is_refused(length):
+    said = f"cache_segment_length must be a multiple of memory_chunk_size=64, got {length}"
+    with pytest.raises(REFUSED, match=said):
+        TitansConfig(memory_caching="grm", cache_segment_length=length)
+    assert TitansConfig(memory_caching="grm", cache_segment_length=192).cache_segment_length == 192
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"cache_max_segments": 0}, "cache_max_segments must be >= 1 or None, got 0"),
+        ({"cache_max_segments": -2}, "cache_max_segments must be >= 1 or None, got -2"),
+        (
+            {"cache_max_segments": 3, "cache_segmentation": "logarithmic"},
+            "cache_max_segments must be None with cache_segmentation='logarithmic', .* got 3",
+        ),
+        ({"cache_max_segments": 2.0}, "cache_max_segments"),
+    ],
+)
+def test_bound_of_kept_memories_that_cannot_be_is_refused(fields, said):
+    with pytest.raises(REFUSED, match=said):
+        TitansConfig(memory_caching="grm", **fields)
+
+
+@pytest.mark.parametrize("most", [None, 1, 7])
+def test_kept_memories_may_be_bounded(most, tmp_path):
+    TitansConfig(memory_caching="grm", cache_max_segments=most).save_pretrained(tmp_path)
+    assert TitansConfig.from_pretrained(tmp_path).cache_max_segments == most
 
 
 @pytest.mark.parametrize(

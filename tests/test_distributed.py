@@ -36,6 +36,8 @@ SHARDED = {
     "recomputed": {},
 }
 HALF = {"default": {}}
+TRAINED = [*VARIANTS, "lmm_grm", "mag_soup"]
+every_variant = pytest.mark.parametrize("variant", TRAINED)
 
 
 def next_token_loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -144,7 +146,7 @@ def run_all(kind: str, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     run, cases = RUNS[kind]
-    for variant in VARIANTS:
+    for variant in TRAINED:
         for case in cases:
             torch.manual_seed(0)
             results = run(variant, case)
@@ -188,7 +190,7 @@ def assert_same_gradients(actual: list[dict], expected: list[dict]) -> None:
 
 
 @pytest.mark.parametrize("case", WINDOWS)
-@pytest.mark.parametrize("variant", VARIANTS)
+@every_variant
 def test_data_parallel_gradients_are_those_of_all_rows(variant, case, results_of):
     # DDP refuses the second step if a parameter had no gradient in the first: nothing tells it to look for those.
     results = results_of("data_parallel", variant, case)
@@ -198,7 +200,7 @@ def test_data_parallel_gradients_are_those_of_all_rows(variant, case, results_of
 
 
 @pytest.mark.parametrize("case", SHARDED)
-@pytest.mark.parametrize("variant", VARIANTS)
+@every_variant
 def test_sharded_model_trains_reads_and_generates_as_a_whole_one(variant, case, results_of):
     results = results_of("sharded", variant, case)
     model = variant_model(variant, dtype=F64, **SHARDED[case])
@@ -212,7 +214,7 @@ def test_sharded_model_trains_reads_and_generates_as_a_whole_one(variant, case, 
 
 
 @pytest.mark.parametrize("case", HALF)
-@pytest.mark.parametrize("variant", VARIANTS)
+@every_variant
 def test_sharded_model_in_bfloat16_carries_a_float32_memory(variant, case, results_of):
     # FSDP casts all floats that it finds in a layer's arguments and results: states, and the angles of positions.
     results = results_of("sharded_in_bfloat16", variant, case)

@@ -11,15 +11,16 @@ from transformers import Trainer, TrainingArguments, pipeline
 from titans_testing import TOLERANCE, assert_close, iterate_floats, logits_of, random_ids
 from transformers_titans import TitansCache, TitansForCausalLM
 from transformers_titans.tokenization import byte_tokenizer
-from variant_oracle import VARIANTS, variant_model
+from variant_oracle import EVERY_VARIANT, VARIANTS, variant_model
 
 
 F32 = torch.float32
 SAMPLING = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None}
 PLACES = {"embed_tokens": "cpu", "layers.0": "disk", "layers.1": "cpu", "norm": "disk"}
+every_variant = pytest.mark.parametrize("variant", [*VARIANTS, "mac_ssc"])
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@every_variant
 def test_a_pipeline_answers_each_prompt_of_a_batch_as_if_it_were_alone(variant):
     tokenizer = byte_tokenizer()
     model = variant_model(variant, vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id)
@@ -35,7 +36,7 @@ def test_a_pipeline_answers_each_prompt_of_a_batch_as_if_it_were_alone(variant):
     assert generator(prompts[0], **SAMPLING)[0]["generated_text"].startswith(prompts[0])
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@every_variant
 def test_an_automatic_device_map_keeps_blocks_whole(variant):
     with init_empty_weights():
         model = variant_model(variant, num_hidden_layers=4)
@@ -69,7 +70,7 @@ def offloaded(kind: str, model, folder):
 
 
 @pytest.mark.parametrize("kind", ["auto", "cpu_offload", "disk_map", "dispatch"])
-@pytest.mark.parametrize("variant", VARIANTS)
+@every_variant
 def test_offloaded_weights_give_the_same_numbers(variant, kind, tmp_path):
     fields = {"num_persistent_tokens": 0} if kind == "disk_map" else {}
     ids = random_ids(2, 21)
@@ -90,7 +91,7 @@ def test_offloaded_weights_give_the_same_numbers(variant, kind, tmp_path):
     assert_close("three calls", torch.cat(parts, 1), logits, TOLERANCE[F32])
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@every_variant
 def test_a_cache_owns_its_memory(variant):
     # A state that is still the start weights, or a view of them, would change with the optimizer's next step.
     model = variant_model(variant, num_persistent_tokens=0)
@@ -115,7 +116,7 @@ class Rows(torch.utils.data.Dataset):
         return {"input_ids": self.ids[index], "labels": self.ids[index]}
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@every_variant
 def test_training_in_bfloat16_with_activations_recomputed_can_be_resumed(variant, tmp_path):
     def run(folder: str, resume: bool = False, **fields) -> nn.Module:
         args = TrainingArguments(
@@ -146,4 +147,5 @@ def test_training_in_bfloat16_with_activations_recomputed_can_be_resumed(variant
         assert not torch.equal(parameter, start[name]), name
         assert torch.equal(resumed.get_parameter(name), parameter), name
     saved = TitansForCausalLM.from_pretrained(tmp_path / "halves" / "checkpoint-3")
-    assert saved.config.variant == variant
+    fields = EVERY_VARIANT[variant]
+    assert {name: getattr(saved.config, name) for name in fields} == fields

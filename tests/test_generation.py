@@ -11,11 +11,11 @@ from transformers.generation import BaseStreamer
 
 from titans_testing import OPTIONS, logits_of, random_ids, tiny_config, tiny_model
 from transformers_titans import TitansCache, TitansConfig, TitansForCausalLM
-from variant_oracle import VARIANTS, variant_model
+from variant_oracle import EVERY_VARIANT, VARIANTS, variant_model
 
 
 CHUNK, SEGMENT = 4, 8
-every_variant = pytest.mark.parametrize("variant", VARIANTS)
+every_variant = pytest.mark.parametrize("variant", EVERY_VARIANT)
 # Without an end, so that every row runs to its full length.
 ENDLESS = {"eos_token_id": None, "do_sample": False}
 
@@ -38,7 +38,7 @@ def repetitive_ids(length: int = 40) -> torch.Tensor:
     return torch.tensor([[5, 9, 14, 7, 33, 21, 8, 11] * (length // 8)])
 
 
-@pytest.fixture(params=VARIANTS)
+@pytest.fixture(params=[*VARIANTS, "mac_ssc"])
 def model(request):
     return variant_model(request.param)
 

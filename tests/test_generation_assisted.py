@@ -8,11 +8,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from titans_testing import OPTIONS, logits_of, random_ids, tiny_model
 from transformers_titans import TitansCache
-from variant_oracle import VARIANTS, variant_model
+from variant_oracle import EVERY_VARIANT, variant_model
 
 
 ENDLESS = {"eos_token_id": None, "do_sample": False}
-every_variant = pytest.mark.parametrize("variant", VARIANTS)
+every_variant = pytest.mark.parametrize("variant", EVERY_VARIANT)
 REPETITIVE = torch.tensor([[5, 9, 14, 7, 33, 21, 8, 11] * 5])
 
 

@@ -20,12 +20,14 @@ from titans_testing import (
     tiny_model,
 )
 from transformers_titans import TitansCache, TitansConfig, TitansForCausalLM
-from variant_oracle import VARIANTS, variant_model
+from variant_oracle import EVERY_VARIANT, VARIANTS, variant_model
 
 
 F64 = torch.float64
 
-every_variant = pytest.mark.parametrize("variant", VARIANTS)
+every_variant = pytest.mark.parametrize("variant", EVERY_VARIANT)
+# In 16 bits a rounded score selects another memory now and then: no error that is small where rounding is.
+every_smooth_variant = pytest.mark.parametrize("variant", sorted(EVERY_VARIANT.keys() - {"mac_ssc"}))
 
 
 def next_token_loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -326,13 +328,15 @@ def assert_float32_memory(cache: TitansCache, window_dtype: torch.dtype) -> None
     """What the memory has learned is float32; attention's keys and values are as the model computes them."""
     for layer in cache.layers:
         memory, attention, segment = layer.state
-        assert {t.dtype for t in iterate_floats(memory.memory)} == {torch.float32}
+        assert {t.dtype for t in iterate_floats((memory.memory, memory.kept))} == {torch.float32}
         assert {t.dtype for t in iterate_floats(attention)} <= {window_dtype}
-        assert segment is None or {t.dtype for t in segment.segment_weights} == {torch.float32}
+        assert segment is None or {t.dtype for t in iterate_floats((segment.segment_weights, segment.kept))} == {
+            torch.float32
+        }
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@every_variant
+@every_smooth_variant
 def test_16_bit_model_trains_with_a_float32_state(variant, dtype):
     model, reference = pair_of_dtypes(variant, dtype)
     ids = random_ids(2, 21)
@@ -350,7 +354,7 @@ def test_16_bit_model_trains_with_a_float32_state(variant, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("model_dtype", [torch.float32, torch.bfloat16], ids=["fp32_weights", "bf16_weights"])
-@every_variant
+@every_smooth_variant
 def test_autocast_trains_with_a_float32_state(variant, model_dtype, dtype):
     model, reference = pair_of_dtypes(variant, model_dtype)
     model.train()

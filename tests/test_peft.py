@@ -12,8 +12,10 @@ from variant_oracle import VARIANTS, variant_model
 
 
 F64 = torch.float64
-PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "o_gate_proj", "gate_proj", "up_proj", "down_proj"]
-MEMORY_ONLY = r".*\.memory\.(q|k|v|o|o_gate)_proj"
+PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "o_gate_proj", "u_proj", "gate_proj", "up_proj", "down_proj"]
+MEMORY_ONLY = r".*\.memory\.(q|k|v|o|o_gate|u)_proj"
+# One with a projection by which tokens are compared with segments.
+every_variant = pytest.mark.parametrize("variant", [*VARIANTS, "lmm_grm"])
 ATTENTION_ONLY = r".*\.self_attn\.(q|k|v|o)_proj"
 # What a memory has beside its projections: small, and trained as a whole rather than by a low rank.
 MEMORY_PARTS = ["start_weights", "conv1d", "theta_proj", "alpha_proj", "eta_proj", "o_norm"]
@@ -65,7 +67,7 @@ def assert_saved_and_merged_alike(model, variant: str, folder) -> None:
     assert merged.state_dict().keys() == variant_model(variant).state_dict().keys()
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@every_variant
 def test_every_linear_layer_takes_an_adapter(variant, tmp_path):
     model = variant_model(variant, dtype=F64)
     linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
@@ -80,23 +82,24 @@ def test_every_linear_layer_takes_an_adapter(variant, tmp_path):
     assert_saved_and_merged_alike(model, variant, tmp_path)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@every_variant
 def test_documented_names_cover_memory_attention_and_mlp(variant):
-    num_layers = variant_model(variant).config.num_hidden_layers
+    config = variant_model(variant).config
+    num_layers, projections = config.num_hidden_layers, 5 + (config.memory_caching is not None)
     model = adapted(variant_model(variant), target_modules=MEMORY_ONLY)
-    assert len(adapted_modules(model)) == 5 * num_layers
-    attention = 0 if variant == "lmm" else 4 * num_layers
+    assert len(adapted_modules(model)) == projections * num_layers
+    attention = 0 if config.variant == "lmm" else 4 * num_layers
     if attention:
         assert len(adapted_modules(adapted(variant_model(variant), target_modules=ATTENTION_ONLY))) == attention
     else:
         with pytest.raises(ValueError, match="Target modules .* not found in the base model"):
             adapted(variant_model(variant), target_modules=ATTENTION_ONLY)
     model = adapted(variant_model(variant), target_modules=PROJECTIONS)
-    assert len(adapted_modules(model)) == (5 + 3) * num_layers + attention
+    assert len(adapted_modules(model)) == (projections + 3) * num_layers + attention
     train_one_step(model)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@every_variant
 def test_a_memory_is_trained_in_full_beside_adapters(variant, tmp_path):
     model = variant_model(variant, dtype=F64)
     norms = {name.split(".")[-1] for name, _ in model.named_modules() if name.endswith("norm")}
@@ -112,7 +115,7 @@ def test_a_memory_is_trained_in_full_beside_adapters(variant, tmp_path):
     assert_saved_and_merged_alike(model, variant, tmp_path)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@every_variant
 def test_persistent_tokens_are_trained_and_saved_beside_adapters(variant, tmp_path):
     # PEFT saves modules, and passes over a name that belongs to a parameter without a word.
     model = variant_model(variant, dtype=F64)
@@ -123,12 +126,12 @@ def test_persistent_tokens_are_trained_and_saved_beside_adapters(variant, tmp_pa
     assert_saved_and_merged_alike(model, variant, tmp_path)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@every_variant
 def test_whole_memories_are_trained_beside_adapters_on_the_rest(variant, tmp_path):
     model = variant_model(variant, dtype=F64)
     memories = {name for name, _ in model.named_parameters() if ".memory." in name}
     rest = ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
-    if variant != "lmm":
+    if model.config.variant != "lmm":
         rest += [f"self_attn.{name}_proj" for name in "qkvo"]
     model = adapted(model, target_modules=rest, modules_to_save=["memory"])
     copies = {name for name in trainable(model) if ".modules_to_save." in name}
@@ -138,7 +141,7 @@ def test_whole_memories_are_trained_beside_adapters_on_the_rest(variant, tmp_pat
     assert_saved_and_merged_alike(model, variant, tmp_path)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@every_variant
 def test_the_convolution_takes_an_adapter(variant):
     # PEFT wants a multiple of the groups as the rank, and cannot merge a convolution that has groups.
     sizes = {"memory_num_heads": 1, "memory_head_dim": 4}
@@ -148,7 +151,7 @@ def test_the_convolution_takes_an_adapter(variant):
     assert generated(model, random_ids(2, 11)).shape == (2, 17)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@every_variant
 def test_adapters_have_the_same_gradients_with_activations_recomputed(variant):
     ids = random_ids(2, 11)
     gradients = []

@@ -19,7 +19,8 @@ from variant_oracle import VARIANTS, variant_model
 
 SIZES = {"hidden_size": 64, "memory_head_dim": 32, "intermediate_size": 64}
 NEVER = ("theta_proj", "alpha_proj", "eta_proj", "lm_head")
-PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "o_gate_proj", "gate_proj", "up_proj", "down_proj"]
+PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "o_gate_proj", "u_proj", "gate_proj", "up_proj", "down_proj"]
+every_variant = pytest.mark.parametrize("variant", [*VARIANTS, "lmm_grm"])
 
 # Each with the name of its list of modules to leave alone, and the relative error of one rounded weight.
 QUANTIZERS = {
@@ -70,7 +71,7 @@ def large_linear_layers(model) -> set[str]:
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("quantizer", QUANTIZERS)
-@pytest.mark.parametrize("variant", VARIANTS)
+@every_variant
 def test_large_linear_layers_are_quantized_and_nothing_else(variant, quantizer, tied, tmp_path):
     quantized, model = quantized_model(variant, quantizer, tmp_path, tie_word_embeddings=tied)
     chosen = large_linear_layers(model)
@@ -89,7 +90,7 @@ def test_a_list_of_other_modules_does_not_expose_the_gates(quantizer, tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("quantizer", QUANTIZERS)
-@pytest.mark.parametrize("variant", VARIANTS)
+@every_variant
 def test_a_quantized_model_reads_and_generates(variant, quantizer, dtype, tmp_path):
     quantized, model = quantized_model(variant, quantizer, tmp_path / "full", dtype)
     # On some CPUs bitsandbytes packs its weights once more, with a loss, when they are first used.
@@ -112,7 +113,7 @@ def test_a_quantized_model_reads_and_generates(variant, quantizer, dtype, tmp_pa
 
 
 @pytest.mark.parametrize("quantizer", QUANTIZERS)
-@pytest.mark.parametrize("variant", VARIANTS)
+@every_variant
 def test_adapters_train_on_a_quantized_model(variant, quantizer, tmp_path):
     quantized, plain = quantized_model(variant, quantizer, tmp_path, torch.bfloat16)
     config = LoraConfig(r=2, target_modules=PROJECTIONS, init_lora_weights=False, task_type="CAUSAL_LM")

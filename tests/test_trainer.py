@@ -19,10 +19,10 @@ from transformers_titans.training.carry import MEMORY_FOLDER, CarryMemory, Strea
 from transformers_titans.training.data import DOCUMENT_FEATURES, RowCollator, cut_documents, pack_documents
 from transformers_titans.training.evaluation import compare_memory, row_losses, stream_loss, token_metrics
 from transformers_titans.training.train import finish
-from variant_oracle import VARIANTS
+from variant_oracle import EVERY_VARIANT, VARIANTS
 
 
-every_variant = pytest.mark.parametrize("variant", VARIANTS)
+every_variant = pytest.mark.parametrize("variant", [*VARIANTS, "lmm_grm"])
 
 VOCAB_SIZE = 40
 CONTEXT_LENGTH = 8
@@ -112,7 +112,7 @@ class KeepGradients(TrainerCallback):
 
 @every_variant
 def test_a_packed_document_is_predicted_as_if_it_were_alone(variant):
-    model = tiny_model(**VARIANTS[variant]).eval()
+    model = tiny_model(**EVERY_VARIANT[variant]).eval()
     documents = random_documents([3, 6, 1, 4, 2])
     rows = pack_documents(documents, 16)
     assert len(rows) == 1
@@ -136,7 +136,7 @@ def test_row_losses_count_each_target_of_a_packed_row_once():
 
 @every_variant
 def test_evaluation_with_the_memory_carried_equals_one_call_over_each_document(variant, tmp_path):
-    model = tiny_model(**VARIANTS[variant])
+    model = tiny_model(**EVERY_VARIANT[variant])
     documents = random_documents([37, 5, 16, 1, 23, 8])
     trainer = carrying_trainer(
         model,
@@ -172,10 +172,10 @@ def test_carried_training_is_truncated_backpropagation_through_time(variant, tmp
         max_grad_norm=0,
         lr_scheduler_type="constant",
     )
-    trainer = carrying_trainer(tiny_model(**VARIANTS[variant]), args, documents)
+    trainer = carrying_trainer(tiny_model(**EVERY_VARIANT[variant]), args, documents)
     trainer.train()
 
-    model = tiny_model(**VARIANTS[variant]).train()
+    model = tiny_model(**EVERY_VARIANT[variant]).train()
     optimizer = torch.optim.SGD(model.parameters(), lr=args.learning_rate)
     ids = torch.tensor(documents["input_ids"])
     cache, losses = TitansCache(model.config), []
@@ -230,6 +230,8 @@ def resume_pair(tmp_path, make, num_steps=10):
         ("mal", True, 1),
         ("mag", True, 1),
         ("mac", True, 2),
+        ("lmm_grm", True, 1),
+        ("mac_ssc", True, 2),
     ],
 )
 def test_a_resumed_run_equals_an_unbroken_one(tmp_path, variant, carry, accumulation):
@@ -239,7 +241,7 @@ def test_a_resumed_run_equals_an_unbroken_one(tmp_path, variant, carry, accumula
         overrides = {"max_steps": 20, "gradient_accumulation_steps": accumulation, **overrides}
         if carry:
             args = carrying_arguments(output_dir, **overrides)
-            return carrying_trainer(tiny_model(**VARIANTS[variant]), args, documents, documents)
+            return carrying_trainer(tiny_model(**EVERY_VARIANT[variant]), args, documents, documents)
         return make_trainer(tiny_model(), training_arguments(output_dir, **overrides), pack_documents(documents, 8))
 
     unbroken, resumed = resume_pair(tmp_path, make)
@@ -293,7 +295,7 @@ def test_two_processes_train_as_one_does(tmp_path):
 @every_variant
 def test_carried_training_in_bfloat16_keeps_a_float32_memory(variant, tmp_path):
     args = carrying_arguments(tmp_path, max_steps=3, bf16=True, save_strategy="steps", save_steps=3)
-    trainer = carrying_trainer(tiny_model(**VARIANTS[variant]), args, random_documents([60, 60]))
+    trainer = carrying_trainer(tiny_model(**EVERY_VARIANT[variant]), args, random_documents([60, 60]))
     trainer.train()
     assert np.isfinite(logged_losses(trainer)).all()
     cache = TitansCache.from_pretrained(tmp_path / "checkpoint-3" / MEMORY_FOLDER / "rank_0")
@@ -359,7 +361,7 @@ def test_accumulated_gradients_equal_those_of_one_batch(tmp_path, variant, batch
             max_steps=1,
             train_sampling_strategy="sequential",
         )
-        trainer = make_trainer(tiny_model(**VARIANTS[variant]), args, rows, callbacks=[keep])
+        trainer = make_trainer(tiny_model(**EVERY_VARIANT[variant]), args, rows, callbacks=[keep])
         trainer.train()
         return logged_losses(trainer)[0], keep.kept[0]
 
@@ -375,7 +377,7 @@ def test_a_step_without_a_single_target_leaves_all_finite(variant, tmp_path):
     rows = cut_documents(random_documents([1, 1, 1, 1, 8, 8]), CONTEXT_LENGTH)
     keep = KeepGradients()
     args = training_arguments(tmp_path, max_steps=3, train_sampling_strategy="sequential")
-    trainer = make_trainer(tiny_model(**VARIANTS[variant]), args, rows, callbacks=[keep])
+    trainer = make_trainer(tiny_model(**EVERY_VARIANT[variant]), args, rows, callbacks=[keep])
     trainer.train()
     losses = logged_losses(trainer)
     assert losses[0] == losses[1] == 0.0 and losses[2] > 0
@@ -401,7 +403,7 @@ def test_a_micro_batch_without_a_target_adds_nothing(tmp_path):
 @pytest.mark.parametrize("carry", [False, True], ids=["fresh", "carried"])
 @every_variant
 def test_evaluation_gathers_logits_and_nothing_else(variant, tmp_path, carry):
-    model = tiny_model(**VARIANTS[variant])
+    model = tiny_model(**EVERY_VARIANT[variant])
     documents = random_documents([20, 13, 7])
     seen = []
 
@@ -427,7 +429,7 @@ def test_evaluation_gathers_logits_and_nothing_else(variant, tmp_path, carry):
 @every_variant
 def test_other_calls_of_the_model_are_left_alone(variant, tmp_path):
     documents = random_documents([40, 40])
-    model = tiny_model(**VARIANTS[variant])
+    model = tiny_model(**EVERY_VARIANT[variant])
     ids = torch.tensor(documents["input_ids"])[:, :12]
     reference = model.eval()(ids).logits
     generated = model.generate(ids, max_new_tokens=5, do_sample=False)
@@ -461,7 +463,7 @@ def test_recomputing_activations_does_not_write_the_memory_twice(variant, tmp_pa
 
     def run(**overrides):
         args = carrying_arguments(tmp_path / str(len(overrides)), max_steps=4, **overrides)
-        trainer = carrying_trainer(tiny_model(**VARIANTS[variant]), args, documents)
+        trainer = carrying_trainer(tiny_model(**EVERY_VARIANT[variant]), args, documents)
         trainer.train()
         assert trainer.model.is_activation_checkpointing == bool(overrides)
         return logged_losses(trainer), trainer.model

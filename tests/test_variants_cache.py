@@ -16,6 +16,7 @@ from stream_testing import (
     assert_same_future,
     assert_same_state,
     every_variant,
+    every_variant_of_constant_size,
     feed,
     positions_of,
     random_sizes,
@@ -255,7 +256,7 @@ def test_a_call_never_changes_tensors_in_place(variant):
         assert torch.equal(tensor, value), name
 
 
-@every_variant
+@every_variant_of_constant_size
 def test_size_is_constant_in_the_number_of_tokens(variant):
     fields = {"memory_chunk_size": 64, "segment_length": 256, "sliding_window": 200}
     model = variant_model(variant, **(LONG_TEXT | fields))
@@ -272,7 +273,7 @@ def test_size_is_constant_in_the_number_of_tokens(variant):
     assert len(set(stored[1:])) == 1 and stored[1] <= stored[0] <= 1.05 * sizes[0]
 
 
-@every_variant
+@every_variant_of_constant_size
 def test_state_does_not_grow_while_decoding(variant):
     model = variant_model(variant)
     cache, sizes = TitansCache(model.config), []

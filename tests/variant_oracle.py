@@ -26,11 +26,33 @@ VARIANTS = {
     "mag": {"variant": "mag", "sliding_window": 5},
     "mac": {"variant": "mac", "segment_length": 8},
 }
+# With memory caching: segments as long as `mac`'s, ones that end at other tokens than those, and short ones of which
+# few are kept.
+CACHING_VARIANTS = {
+    "lmm_grm": {"memory_caching": "grm", "cache_segment_length": 8},
+    "mac_ssc": {
+        **VARIANTS["mac"],
+        "memory_caching": "ssc",
+        "cache_segment_length": 12,
+        "cache_segmentation": "logarithmic",
+        "cache_initialization": "independent",
+        "cache_top_k": 1,
+    },
+    "mag_soup": {
+        **VARIANTS["mag"],
+        "memory_caching": "soup",
+        "cache_segment_length": 4,
+        "cache_initialization": "independent",
+        "cache_max_segments": 2,
+        "connector": "query",
+    },
+}
+EVERY_VARIANT = VARIANTS | CACHING_VARIANTS
 
 
 def variant_model(variant: str, **overrides: Any):
     """`titans_testing.tiny_model` of this variant."""
-    return tiny_model(**(VARIANTS[variant] | overrides))
+    return tiny_model(**(EVERY_VARIANT[variant] | overrides))
 
 
 def inside(parameters: Parameters, name: str) -> Parameters:
