@@ -70,14 +70,16 @@ def chunked_memory(call: MemoryCall) -> MemoryResult:
 def _alike_rows(call: MemoryCall) -> MemoryResult:
     """Every row has the same count and T real tokens: whole chunks first, then the rest, which stays open."""
     state, b = call.state, call.chunk_size
-    tokens = [torch.cat(pair, 1) for pair in zip(state.pending, call.tokens, strict=True)]
+    tokens = call.tokens
+    if state.count:
+        tokens = [torch.cat(pair, 1) for pair in zip(state.pending, call.tokens, strict=True)]
     num_new, total = call.q.shape[1], tokens[0].shape[1]
     whole = total // b * b
     reads, kept = [], []
     if whole:
         # A lone chunk is read only where it is new; of several, the first one's pending tokens get idle queries.
         queries = [t[:, : num_new - (total - whole)] for t in _queries(call)]
-        if whole > b:
+        if whole > b and state.count:
             queries = [F.pad(t, (0, 0, 0, 0, state.count, 0)) for t in queries]
         result, kept = _scan(call, state, queries, [t[:, :whole] for t in tokens], whole // b, write=True)
         state = MemoryState(result.weights, result.momentum, state.pending, state.count)
@@ -85,7 +87,9 @@ def _alike_rows(call: MemoryCall) -> MemoryResult:
     new = stack_kept(kept, call)
     if call.kept is not None and kept:
         call = call._replace(kept=tuple(torch.cat(pair, 1) for pair in zip(call.kept, new, strict=True)))
-    rest, chunk = PendingTokens(*(t[:, whole:] for t in tokens)), None
+    # What a state keeps is its own: neither the caller's tensors nor the memory of a whole sequence.
+    rest = PendingTokens(*(t[:, whole:] if state.count else t[:, whole:].clone() for t in tokens))
+    chunk = None
     if whole < total:
         queries = [t[:, max(num_new - (total - whole), 0) :] for t in _queries(call)]
         if _keeps_chunk(call):
@@ -210,8 +214,10 @@ def _scan(call: MemoryCall, state: MemoryState, queries, tokens, num_chunks: int
         full = _by_chunk(slots.full, call)
         if slots.restart is not None:
             restart, restart_at = _by_chunk(slots.restart, call), slots.restart_at
-    q, *mix = (_to_chunks(t, num_chunks) for t in queries)
-    k, v, *gates = (_to_chunks(t, num_chunks) for t in tokens)
+    queries, tokens = ([_to_chunks(t, num_chunks) for t in group] for group in (queries, tokens))
+    if call.scan is not native_scan:
+        queries, tokens = ([t.contiguous() for t in group] for group in (queries, tokens))
+    (q, *mix), (k, v, *gates) = queries, tokens
     if call.chunk_gates:
         gates = [t[..., :1].expand_as(t) for t in gates]
     inputs = ScanInputs(
@@ -257,7 +263,7 @@ def _run(call: MemoryCall, inputs: ScanInputs, options: ScanOptions) -> tuple[Sc
 
 def _to_chunks(t: torch.Tensor, num_chunks: int) -> torch.Tensor:
     """(B, N * b, H, ...) -> (N, B * H, b, ...)."""
-    return t.unflatten(1, (num_chunks, -1)).movedim(1, 0).transpose(2, 3).flatten(1, 2).contiguous()
+    return t.unflatten(1, (num_chunks, -1)).movedim(1, 0).transpose(2, 3).flatten(1, 2)
 
 
 def _columns_of(result: ScanResult, call: MemoryCall) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -97,7 +97,8 @@ bool forward(const Sizes& sizes, void* const* inputs, void* const* outputs, long
       const long at = n * p.groups + group;
       if (surprise) chunk.inner_loss(surprise + at * p.length);
       chunk.read(state, false);
-      chunk.give_output(output + at * p.queries * p.dim);
+      const Places answers = p.by_token(p.queries, p.dim);
+      chunk.give_output(output + answers.at(n, group), answers.token);
       if (!p.write) continue;
       if (p.is_full(n, group)) {
         chunk.update(state, after);

@@ -21,7 +21,8 @@ def native_scan(inputs: ScanInputs, options: ScanOptions) -> ScanResult:
     """Runs a memory through N chunks (Titans, section 3.2), as `chunk_scan` does.
 
     Args:
-        inputs, options: as for `chunk_scan`, on a CPU, all of float32 or all of float64.
+        inputs, options: as for `chunk_scan`, on a CPU, all of float32 or all of float64. Queries, keys, values and
+            gates may lie in any order.
 
     Returns:
         The result, differentiable in every floating-point input except through ``surprise``.
@@ -30,8 +31,10 @@ def native_scan(inputs: ScanInputs, options: ScanOptions) -> ScanResult:
         ValueError: tensors on another device or of another dtype.
         ImportError, RuntimeError: as `native_library`.
     """
-    flat = [t if t is None else t.contiguous() for t in inputs.flatten()]
+    flat = inputs.flatten()
     _check(flat, inputs.mix)
+    vectors, gates, rest = flat[:3], flat[3:6], flat[6:]
+    flat = [*map(_with_neighbours, vectors), *gates, *(t if t is None else t.contiguous() for t in rest)]
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in flat):
         results = _NativeScan.apply(options, *flat)
     else:
@@ -66,6 +69,11 @@ def _check(flat: list[torch.Tensor | None], mix: torch.Tensor | None) -> None:
             raise ValueError(f'{reason}; backend="chunked" takes it')
 
 
+def _with_neighbours(t: torch.Tensor) -> torch.Tensor:
+    """(..., D) with features beside each other."""
+    return t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
+
+
 class _NativeScan(torch.autograd.Function):
     @staticmethod
     def forward(ctx, options: ScanOptions, *flat: torch.Tensor | None):
@@ -83,9 +91,11 @@ class _NativeScan(torch.autograd.Function):
         options, (*flat, starts) = ctx.options, ctx.saved_tensors
         inputs = ScanInputs.unflatten(flat, options.depth)
         state_bar = rest[: 2 * options.depth] if options.write else ()
-        given = [t.contiguous() for t in (starts, output_bar, *state_bar)]
-        gradients = [t if t is None or t.dtype == torch.bool else torch.empty_like(t) for t in flat]
-        sizes, eps = _sizes(inputs, options)
+        output_bar = _with_neighbours(output_bar)
+        given = [starts, output_bar, *(t.contiguous() for t in state_bar)]
+        gradients = [_by_token(t) for t in flat[:6]]
+        gradients += [t if t is None or t.dtype == torch.bool else torch.empty_like(t) for t in flat[6:]]
+        sizes, eps = _sizes(inputs, options, output_bar)
         facts = (sizes, eps, flat[0].element_size(), _pointers(flat), _pointers(given), _pointers(gradients))
         _run(native_library().titans_backward, *facts)
         return None, *(t if t is not None and t.is_floating_point() else None for t in gradients)
@@ -94,10 +104,10 @@ class _NativeScan(torch.autograd.Function):
 def _forward(inputs: ScanInputs, options: ScanOptions, keep: bool):
     """[output, weights and momentum (if written), surprise (if asked for)], and with ``keep`` the states at the
     chunks' starts, (G, N, numbers in a state)."""
-    library, (sizes, eps) = native_library(), _sizes(inputs, options)
+    library, (sizes, eps) = native_library(), _sizes(inputs, options, inputs.q)
     num_chunks, rows, length = inputs.k.shape[:3]
     item_size = inputs.q.element_size()
-    output, surprise, starts, state = torch.empty_like(inputs.q), None, None, []
+    output, surprise, starts, state = _by_token(inputs.q), None, None, []
     if options.surprise:
         surprise = inputs.k.new_empty(num_chunks, rows, length)
     if keep:
@@ -111,12 +121,18 @@ def _forward(inputs: ScanInputs, options: ScanOptions, keep: bool):
     return [output, *state, *([surprise] if options.surprise else [])], starts
 
 
-def _sizes(inputs: ScanInputs, options: ScanOptions) -> tuple[ctypes.Array, float]:
+def _by_token(t: torch.Tensor) -> torch.Tensor:
+    """Room for a tensor like t (N, G, b, ...) that lies token by token, as a sequence does: `titans::by_token`."""
+    return torch.empty_like(t.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
+
+
+def _sizes(inputs: ScanInputs, options: ScanOptions, output_bar: torch.Tensor) -> tuple[ctypes.Array, float]:
     """`titans::Sizes` and LN's epsilon."""
     (num_chunks, rows, length), num_queries = inputs.k.shape[:3], inputs.q.shape[2]
     rounded, rule = options.products == torch.bfloat16, options.rule
     sizes = [options.depth, num_chunks, rows, length, num_queries]
     sizes += [options.residual, options.write, rounded, rule.dot, rule.sliding]
+    sizes += [stride for t in (*inputs[:6], output_bar) for stride in t.stride()[:3]]
     sizes += [inputs.q.shape[3], *(w.shape[-1] for w in inputs.weights)]
     return (ctypes.c_int64 * len(sizes))(*map(int, sizes)), options.norm_eps
 

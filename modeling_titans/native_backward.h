@@ -67,21 +67,22 @@ class ChunkAdjoint : public Chunk<T> {
 
   // Chunk n from the state before it; ``bar``, the gradient of the state behind it, becomes that of the state before.
   void run(long n, const T* state, T* bar, const T* output_bar_rows, const Tensors<T>& out) {
-    const long at = n * p.groups + group, b = p.length, tokens = p.token_stride;
+    const Places vectors = p.by_token(p.length, D), gates = p.by_token(p.length, 1), answers = p.by_token(p.queries, D);
+    const long at = vectors.at(n, group), gate = gates.at(n, group), tokens = p.token_stride;
     const bool ended = p.write && p.is_full(n, group);
     this->begin_chunk(n);
     this->inner_gradient(state, true);
     this->read(state, true);
-    transpose(output_bar_rows + at * p.queries * D, D, p.queries, D, output_bar, p.query_stride, p.query_stride);
+    transpose(output_bar_rows + p.output_bar.at(n, group), p.output_bar.token, p.queries, D, output_bar, p.query_stride, p.query_stride);
     unread(state);
     EndScalars<T> end_bar = {0, 0, 0};
     for (T* sums : {end_A_bar, end_E_bar}) std::fill(sums, sums + tokens, T(0));
     if (ended) unupdate(state, bar, end_bar);
-    inner_adjoint(state, out.k + at * b * D, out.v + at * b * D);
+    inner_adjoint(state, out.k + at, out.v + at, vectors.token);
     add_state(bar, ended ? coefficients.end() : EndScalars<T>{1, 0, 1});
-    transpose(q_bar, p.query_stride, D, p.queries, out.q + at * p.queries * D, D, D);
-    coefficients.adjoint(A_bar, c_bar, d_bar, ended, end_bar, end_A_bar, end_E_bar, out.theta + at * b,
-                         out.alpha + at * b, out.eta + at * b);
+    transpose(q_bar, p.query_stride, D, p.queries, out.q + answers.at(n, group), answers.token, D);
+    coefficients.adjoint(A_bar, c_bar, d_bar, ended, end_bar, end_A_bar, end_E_bar, out.theta + gate,
+                         out.alpha + gate, out.eta + gate, gates.token);
   }
 
  private:
@@ -214,7 +215,7 @@ class ChunkAdjoint : public Chunk<T> {
   }
 
   // Through the inner gradient: k's and v's, and what that of the weights is made of (z_bar, p_bar).
-  void inner_adjoint(const T* state, T* k_bar, T* v_bar) {
+  void inner_adjoint(const T* state, T* k_bar, T* v_bar, long stride) {
     const long tokens = p.token_stride;
     // Upwards through g_l = (g_{l+1} W_{l+1}^T) * gelu'(z_l).
     for (long l = 0; l + 1 < L; ++l) {
@@ -227,7 +228,7 @@ class ChunkAdjoint : public Chunk<T> {
       this->forth(l + 1, W, p_bar[l], tokens, {g_bar[l + 1], tokens, T(1)});
     }
     error_adjoint();
-    transpose(error_bar, tokens, D, p.length, v_bar, D, D);
+    transpose(error_bar, tokens, D, p.length, v_bar, stride, D);
     // Downwards through z_l = a_l W_l, a_{l+1} = gelu(z_l).
     for (long l = L - 1; l >= 0; --l) {
       this->back(l, state + p.layers[l].weights, z_bar[l], tokens, {a_bar[l], tokens, T(1)});
@@ -240,7 +241,7 @@ class ChunkAdjoint : public Chunk<T> {
     if (p.residual && !p.dot) {
       each<T>(D * tokens, [&](long i) { store(a_bar[0] + i, load(a_bar[0] + i) - load(error_bar + i)); });
     }
-    transpose(a_bar[0], tokens, D, p.length, k_bar, D, D);
+    transpose(a_bar[0], tokens, D, p.length, k_bar, stride, D);
   }
 
   // Through g_L = J (error * scale), J being LN's Jacobian: f's gradient into z_bar, v's into error_bar. M's own is

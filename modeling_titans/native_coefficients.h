@@ -35,6 +35,7 @@ class Coefficients {
     read_A = cutter.take<T>(length * read_stride);
     last_E_ = cutter.take<T>(stride_);
     bar_rows_ = cutter.take<T>(queries * stride_);
+    for (T** gates : {&theta_, &alpha_, &eta_}) *gates = cutter.take<T>(stride_);
   }
 
   // What is read with, tokens that write in rows and tokens that read in columns, padded with 0.
@@ -45,17 +46,22 @@ class Coefficients {
   const T* end_E() const { return last_E_; }
   EndScalars<T> end() const { return {c_[length_ - 1], d_[length_ - 1], sliding_ ? T(0) : m_[length_ - 1]}; }
 
-  void compute(const T* theta, const T* alpha, const T* eta, bool sliding) {
-    theta_ = theta, alpha_ = alpha, eta_ = eta, sliding_ = sliding;
+  // The gates are ``stride`` numbers apart.
+  void compute(const T* theta, long theta_stride, const T* alpha, long alpha_stride, const T* eta, long eta_stride,
+               bool sliding) {
+    sliding_ = sliding;
     for (long t = 0; t < length_; ++t) {
-      const T kept = 1 - alpha[t], past_c = t ? c_[t - 1] : T(1), past_m = t ? m_[t - 1] : T(1);
+      theta_[t] = theta[t * theta_stride], alpha_[t] = alpha[t * alpha_stride], eta_[t] = eta[t * eta_stride];
+    }
+    for (long t = 0; t < length_; ++t) {
+      const T kept = 1 - alpha_[t], past_c = t ? c_[t - 1] : T(1), past_m = t ? m_[t - 1] : T(1);
       const T past_d = t ? d_[t - 1] : T(0);
       c_[t] = kept * past_c;
       if (sliding) {
-        d_[t] = t ? kept * past_d : eta[0];
+        d_[t] = t ? kept * past_d : eta_[0];
         m_[t] = 0;
       } else {
-        m_[t] = eta[t] * past_m;
+        m_[t] = eta_[t] * past_m;
         d_[t] = kept * past_d + m_[t];
       }
       rows(t, kept);
@@ -76,9 +82,11 @@ class Coefficients {
     }
   }
 
-  // Gradients of the gates, given those of what `compute` gave: ``read_A_bar`` as `read_A` is, and behind the chunk.
+  // Gradients of the gates, ``stride`` apart, given those of what `compute` gave: ``read_A_bar`` as `read_A` is, and
+  // behind the chunk.
   void adjoint(const T* read_A_bar, const T* read_c_bar, const T* read_d_bar, bool ended, EndScalars<T> end_bar,
-               const T* end_A_bar, const T* end_E_bar, T* theta_bar, T* alpha_bar, T* eta_bar) {
+               const T* end_A_bar, const T* end_E_bar, T* theta_bar, T* alpha_bar, T* eta_bar,
+               long stride) {
     const long first = length_ - queries_;
     transpose(read_A_bar, read_stride, length_, queries_, bar_rows_, stride_, stride_);
     T c_bar = 0, d_bar = 0, m_bar = 0;
@@ -101,19 +109,19 @@ class Coefficients {
       }
       T kept_bar = c_bar * (t ? c_[t - 1] : T(1)) + dot(A_bar_, t ? A_ + (t - 1) * stride_ : nullptr);
       if (sliding_) {
-        theta_bar[t] = A_bar_[t];
-        eta_bar[t] = t ? A_bar_[t - 1] : d_bar;
+        theta_bar[t * stride] = A_bar_[t];
+        eta_bar[t * stride] = t ? A_bar_[t - 1] : d_bar;
         if (t) kept_bar += d_bar * d_[t - 1];
       } else {
         if (t) kept_bar += d_bar * d_[t - 1];
         for (long i = 0; i < stride_; ++i) E_bar_[i] += A_bar_[i];
         m_bar += d_bar;
-        theta_bar[t] = E_bar_[t];
-        eta_bar[t] = m_bar * (t ? m_[t - 1] : T(1)) + dot(E_bar_, t ? E_ + (t - 1) * stride_ : nullptr);
+        theta_bar[t * stride] = E_bar_[t];
+        eta_bar[t * stride] = m_bar * (t ? m_[t - 1] : T(1)) + dot(E_bar_, t ? E_ + (t - 1) * stride_ : nullptr);
         m_bar *= eta_[t];
         for (long i = 0; i < stride_; ++i) E_bar_[i] *= eta_[t];
       }
-      alpha_bar[t] = -kept_bar;
+      alpha_bar[t * stride] = -kept_bar;
       c_bar *= kept, d_bar *= kept;
       for (long i = 0; i < stride_; ++i) A_bar_[i] *= kept;
     }
@@ -147,7 +155,7 @@ class Coefficients {
 
   long length_, queries_, stride_;
   bool sliding_;
-  const T *theta_, *alpha_, *eta_;
+  T *theta_, *alpha_, *eta_;
   T *A_, *E_, *c_, *d_, *m_, *A_bar_, *E_bar_, *last_E_, *bar_rows_;
 };
 

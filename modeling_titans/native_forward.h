@@ -55,12 +55,14 @@ class Chunk {
 
   // Takes in a chunk's tokens.
   void begin_chunk(long n) {
-    const long at = n * p.groups + group, b = p.length;
-    coefficients.compute(p.in.theta + at * b, p.in.alpha + at * b, p.in.eta + at * b, p.sliding);
-    transpose(p.in.k + at * b * D, D, b, D, k, p.token_stride, p.token_stride);
-    transpose(p.in.v + at * b * D, D, b, D, v, p.token_stride, p.token_stride);
-    transpose(p.in.q + at * p.queries * D, D, p.queries, D, q, p.query_stride, p.query_stride);
-    copy_rows(p.in.k + at * b * D, D, b, D, k_rows, padded<T>(D), padded<T>(D));
+    const long b = p.length;
+    coefficients.compute(p.in.theta + p.theta.at(n, group), p.theta.token, p.in.alpha + p.alpha.at(n, group),
+                         p.alpha.token, p.in.eta + p.eta.at(n, group), p.eta.token, p.sliding);
+    const T* keys = p.in.k + p.k.at(n, group);
+    transpose(keys, p.k.token, b, D, k, p.token_stride, p.token_stride);
+    copy_rows(keys, p.k.token, b, D, k_rows, padded<T>(D), padded<T>(D));
+    transpose(p.in.v + p.v.at(n, group), p.v.token, b, D, v, p.token_stride, p.token_stride);
+    transpose(p.in.q + p.q.at(n, group), p.q.token, p.queries, D, q, p.query_stride, p.query_stride);
   }
 
   // The state in which a row begins, or begins anew.
@@ -152,8 +154,8 @@ class Chunk {
     if (p.has_norm()) normalize(read_x_hat, T(p.eps), D, queries, read_rstd);
   }
 
-  // What was read, (b_q, D); it takes the place of read_x_hat.
-  void give_output(T* output) {
+  // What was read, (b_q, D) in rows of ``stride``; it takes the place of read_x_hat.
+  void give_output(T* output, long stride) {
     const long queries = p.query_stride;
     for (long r = 0; r < D; ++r) {
       each<T>(queries, [&](long i) {
@@ -161,7 +163,7 @@ class Chunk {
         store(read_x_hat + at, output_vector(q, read_x_hat, at, r));
       });
     }
-    transpose(read_x_hat, queries, D, p.queries, output, D, D);
+    transpose(read_x_hat, queries, D, p.queries, output, stride, D);
   }
 
   // Puts the state behind the chunk into ``after``.

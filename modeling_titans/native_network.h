@@ -38,15 +38,34 @@ struct Tensors {
   }
 };
 
+// Where a chunk's tokens lie; their features are neighbours.
+struct Places {
+  long chunk, group, token;
+
+  long at(long n, long g) const { return n * chunk + g * group; }
+};
+
 struct Sizes {
   long depth, chunks, groups, length, queries;
   bool residual, write, rounded, dot, sliding;
   double eps;
+  Places q, k, v, theta, alpha, eta, output_bar;
   const int64_t* widths;
 
   Sizes(const int64_t* s, double eps)
       : depth(s[0]), chunks(s[1]), groups(s[2]), length(s[3]), queries(s[4]), residual(s[5]), write(s[6]),
-        rounded(s[7]), dot(s[8]), sliding(s[9]), eps(eps), widths(s + 10) {}
+        rounded(s[7]), dot(s[8]), sliding(s[9]), eps(eps), widths(s + 31) {
+    const int64_t* strides = s + 10;
+    for (Places* places : {&q, &k, &v, &theta, &alpha, &eta, &output_bar}) {
+      *places = {strides[0], strides[1], strides[2]};
+      strides += 3;
+    }
+  }
+
+  // What is given back lies token by token: (chunks, count, groups, features).
+  Places by_token(long count, long features) const {
+    return {count * groups * features, features, groups * features};
+  }
 };
 
 template <class T>

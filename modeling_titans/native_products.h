@@ -40,15 +40,16 @@ constexpr int kRegisters = 32;
 #else
 constexpr int kRegisters = 16;
 #endif
-// Vectors side by side in a tile, and its rows: sums, one row of b and a broadcast element fit the registers.
+// Vectors side by side in a tile, and its rows: sums, one row of b and a broadcast element fit the vector registers, and
+// pointers to the rows of a the others.
 constexpr int kMaxVectors = kRegisters == 32 ? 4 : 2;
 constexpr int rows_of_tile(int vectors) {
-  return kRegisters == 32 ? std::array<int, 4>{16, 12, 8, 6}[vectors - 1] : std::array<int, 2>{8, 6}[vectors - 1];
+  return kRegisters == 32 ? std::array<int, 4>{8, 8, 8, 6}[vectors - 1] : std::array<int, 2>{8, 6}[vectors - 1];
 }
 
 // Puts a tile's sums where they belong.
 template <class T, int Rows, int Vectors>
-inline void put(Vec<T> (&sum)[Rows][Vectors], long row, long column, const Result<T>& result) {
+inline void put(Vec<T> (&sum)[Rows][Vectors], long row, long column, const Result<T> result) {
   using V = Vec<T>;
   constexpr int n = kLanes<T>;
   const long offset = row * result.stride + column;
