@@ -112,7 +112,7 @@ def test_peak_memory_is_that_of_the_call(benchmark):
     assert timing.resident_bytes("VmHWM") - before == pytest.approx(80e6, rel=0.1)
 
 
-@pytest.mark.parametrize(("ratio", "peak", "cache"), [(1.09, 109, 5), (1.11, 109, 5), (0.95, 111, 5), (1.0, 100, 6)])
+@pytest.mark.parametrize(("ratio", "peak", "cache"), [(1.09, 124, 5), (1.11, 124, 5), (0.95, 126, 5), (1.0, 100, 6)])
 def test_long_contexts_are_judged_by_time_memory_and_cache(benchmark, ratio, peak, cache):
     context, timing = benchmark("context"), benchmark("timing")
     early, late = {"peak bytes": 100e6, "cache bytes": 5e6}, {"peak bytes": peak * 1e6, "cache bytes": cache * 1e6}
@@ -127,4 +127,4 @@ def test_long_contexts_are_judged_by_time_memory_and_cache(benchmark, ratio, pea
     lines = context.statements(results)
     assert len(lines) == 4 and all("behind 64k" in line and "behind 1k" in line for line in lines[::2])
     assert all(("NOT within" in line) == (ratio > 1.1) for line in lines[::2])
-    assert all(("NOT constant" in line) == (peak > 110 or cache > 5) for line in lines[1::2])
+    assert all(("NOT constant" in line) == (peak > 125 or cache > 5) for line in lines[1::2])
