@@ -195,8 +195,7 @@ class _Columns(NamedTuple):
 
 class _Ends(NamedTuple):
     """Where segments end: columns (B, E), the op's and which of them each one is, see `KeptPlan`; what comes of it:
-    places K', the most segments that a document of the call has complete; and how many were before, if rows are alike.
-    """
+    places K', the most segments that a document of the call completes, and, if all rows are alike, those before it."""
 
     last: torch.Tensor
     ends: SegmentEnds

@@ -255,10 +255,12 @@ class TitansNeuralMemory(nn.Module):
             layout = self._layout(hidden_states, attention_mask, 0 if state is None else state.memory.count)
         if self.caching is not None:
             layout = self._plan_kept(layout, hidden_states, state)
-        restarts = layout.document_starts is not None or _begins_anew(layout)
+        # What begins anew at a segment's end need not be read in this call; what does so at a document's start is.
+        begins_document = layout.document_starts is not None
+        restarts = begins_document or _begins_anew(layout)
         # A trace knows no grad_fn; to attach where it is not needed changes no number.
         is_foreign = state is not None and (torch.compiler.is_compiling() or state.memory.weights[0].grad_fn is None)
-        attaches = is_foreign and not restarts and self.training and torch.is_grad_enabled()
+        attaches = is_foreign and not begins_document and self.training and torch.is_grad_enabled()
         start_state = self.start_state(prefix_states) if state is None or restarts or attaches else None
         if state is None:
             state = start_state.expand(hidden_states.shape[0])

@@ -48,6 +48,8 @@ VARIANTS = {
     "mag": SMALL | {"variant": "mag", "sliding_window": 5},
     "mac": SMALL | {"variant": "mac", "segment_length": 4},
 }
+# What rows that are alike keep is a matter of numbers, for which a trace need not wait.
+CACHING = SMALL | {"memory_caching": "grm", "cache_segment_length": 4, "cache_max_segments": 2}
 MASK = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 0, 1, 1, 0]])
 
 
@@ -135,9 +137,17 @@ def test_layer_decodes_with_few_compilations(compiler, counts):
     assert compiler.frame_count <= (8 if counts == "int" else 2)
 
 
-@pytest.mark.parametrize(("variant", "mask"), [("mag", MASK), ("mac", None)], ids=["mag", "mac"])
-def test_model_trains(compiler, variant, mask):
-    model, ids = tiny_model(dtype=F64, **VARIANTS[variant]).train(), random_ids(2, 7)
+TRAINED = {
+    "mag": (VARIANTS["mag"], MASK),
+    "mac": (VARIANTS["mac"], None),
+    "caching": (CACHING, None),
+    "independent": (CACHING | {"memory_caching": "ssc", "cache_initialization": "independent"}, None),
+}
+
+
+@pytest.mark.parametrize(("fields", "mask"), TRAINED.values(), ids=TRAINED)
+def test_model_trains(compiler, fields, mask):
+    model, ids = tiny_model(dtype=F64, **fields).train(), random_ids(2, 7)
     loss = model(ids, attention_mask=mask, labels=ids).loss
     expected = parameter_gradients(model, loss)
     compiled_loss = compiled(model, compiler)(ids, attention_mask=mask, labels=ids).loss
@@ -255,6 +265,26 @@ def test_products_of_one_row_become_sums(rows):
     for result in (graph(*arguments), compiled_function(*arguments)):
         for index, pair in enumerate(zip(result, expected, strict=True)):
             assert_close(f"result {index}", *pair, TOLERANCE[F64])
+
+
+def test_model_with_memory_caching_decodes_over_ends_of_segments(compiler):
+    """Each number of kept memories is a graph of its own, a segment's end another; a bound bounds both."""
+    model = tiny_model(dtype=F64, **CACHING)
+    step, ids = compiled(model, compiler), random_ids(2, 24)
+    cache = TitansCache(model.config)
+    logits_of(model, ids[:, :3], cache=cache)
+    decoded = [logits_of(step, ids[:, t : t + 1], cache=cache) for t in range(3, 24)]
+    assert_close("logits", torch.cat(decoded, 1), logits_of(model, ids)[:, 3:], TOLERANCE[F64])
+    assert cache.layers[0].state.memory.kept.closed == 6
+    assert compiler.frame_count <= 8
+
+
+def test_padded_rows_with_memory_caching_may_break_the_graph_but_change_no_number():
+    """Where rows differ, how many segments end in a call is known to the device alone."""
+    model, ids = tiny_model(dtype=F64, **CACHING), random_ids(2, 7)
+    expected = logits_of(model, ids, attention_mask=MASK, use_cache=False)
+    actual = logits_of(torch.compile(model, backend="aot_eager"), ids, attention_mask=MASK, use_cache=False)
+    assert_close("logits", actual[MASK.bool()], expected[MASK.bool()], TOLERANCE[F64])
 
 
 def test_model_makes_a_cache_in_a_padded_call(compiler):

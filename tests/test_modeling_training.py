@@ -69,12 +69,15 @@ def test_every_parameter_has_a_gradient_behind_a_detached_cache(variant, persist
     assert all(torch.isfinite(gradient).all() for gradient in gradients.values())
 
 
+DEFAULTS = {name: {"variant": name} for name in VARIANTS} | {"lmm_grm": {"memory_caching": "grm"}}
+
+
 @pytest.mark.parametrize("length", [1, 63, 531])
-@every_variant
-def test_default_settings_train(variant, length):
+@pytest.mark.parametrize("fields", DEFAULTS.values(), ids=DEFAULTS)
+def test_default_settings_train(fields, length):
     # Chunk, window and segment at their default sizes, of which no length is a multiple.
     sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
-    model = TitansForCausalLM(TitansConfig(variant=variant, num_attention_heads=2, **sizes)).train()
+    model = TitansForCausalLM(TitansConfig(num_attention_heads=2, **sizes, **fields)).train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ids, losses = random_ids(1, length), []
     for _ in range(2):
