@@ -107,9 +107,10 @@ class TitansConfig(PreTrainedConfig):
             Where forgetting leads: `"zero"` (the paper) or `"start"`, the learned start weights.
         memory_backend (`str`, *optional*, defaults to `"auto"`):
             What computes the memory: `"triton"` (fused kernels), `"chunked"` (PyTorch), `"compiled"` (the same, each
-            span of chunks through `torch.compile`: for long training on a CPU), `"recurrent"` (token by token, to
-            check the others); `"auto"` is `"triton"` on a GPU where it takes the sizes and is installed, else
-            `"chunked"`. One asked for by name is never replaced by another.
+            span of chunks through `torch.compile`: for long training on a CPU), `"native"` (the same in C++ on a CPU,
+            faster; compiled on first use, which needs a C++ compiler and the installed package), `"recurrent"` (token
+            by token, to check the others); `"auto"` is `"triton"` on a GPU where it takes the sizes and is installed,
+            else `"chunked"`. One asked for by name is never replaced by another.
         memory_residual (`bool`, *optional*, defaults to `True`):
             Whether the memory network adds its input to its output.
         memory_norm (`bool`, *optional*, defaults to `True`):

@@ -30,8 +30,11 @@ WIDTH, HEADS = 384, 6
 SETTINGS = ((64, 4096), (16, 2048))
 OURS, OURS_BF16 = "ours", "ours, bfloat16 products"
 COMPILED, COMPILED_BF16 = "ours, compiled", "ours, compiled, bfloat16 products"
+NATIVE, NATIVE_BF16 = "ours, native", "ours, native, bfloat16 products"
+BACKENDS = {COMPILED: "compiled", COMPILED_BF16: "compiled", NATIVE: "native", NATIVE_BF16: "native"}
 PEER, PEER_EXACT, PEER_BF16 = "titans-pytorch", "titans-pytorch, eq. 16", "titans-pytorch, bfloat16 products"
-OURS_ALL, IN_BF16 = (OURS, COMPILED, OURS_BF16, COMPILED_BF16), (OURS_BF16, COMPILED_BF16, PEER_BF16)
+OURS_ALL = (OURS, COMPILED, NATIVE, OURS_BF16, COMPILED_BF16, NATIVE_BF16)
+IN_BF16 = (OURS_BF16, COMPILED_BF16, NATIVE_BF16, PEER_BF16)
 CONTENDERS = (*OURS_ALL, PEER, PEER_EXACT, PEER_BF16)
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2}
 
@@ -44,7 +47,7 @@ def our_layer(chunk_size: int, backend: str = "auto") -> TitansNeuralMemory:
 
 def layer_of(name: str, chunk_size: int) -> torch.nn.Module:
     if name in OURS_ALL:
-        return our_layer(chunk_size, "compiled" if name in (COMPILED, COMPILED_BF16) else "auto")
+        return our_layer(chunk_size, BACKENDS.get(name, "auto"))
     torch.manual_seed(0)
     return peer_layer(WIDTH, HEADS, chunk_size, exact=name == PEER_EXACT)
 
@@ -90,16 +93,17 @@ def check_ours(chunk_size: int) -> dict[str, float]:
     return refuse_unless_alike(f"our layer (chunk {chunk_size})", run, our_layer(chunk_size), TOLERANCE)
 
 
-def check_compiled(chunk_size: int, length: int) -> None:
-    """The compiled form against the plain one, both in float32 and at full length."""
+def check_backends(chunk_size: int, length: int) -> None:
+    """The compiled and the native form against the plain one, all in float32 and at full length."""
     x = torch.randn(1, length, WIDTH)
     results = []
-    for name in (OURS, COMPILED):
+    for name in (OURS, COMPILED, NATIVE):
         layer, inputs = layer_of(name, chunk_size), x.clone().requires_grad_()
         y = forward_and_backward(layer, inputs, torch.float32).detach()
         results.append({"output": y, "input": inputs.grad} | {key: p.grad for key, p in layer.named_parameters()})
     for key, tensor in results[0].items():
-        refuse_unless_close(f"{key} of the compiled layer", results[1][key], tensor, TOLERANCE[torch.float32])
+        for name, result in zip((COMPILED, NATIVE), results[1:], strict=True):
+            refuse_unless_close(f"{key} of the layer {name!r}", result[key], tensor, TOLERANCE[torch.float32])
 
 
 def check_peer(chunk_size: int, name: str) -> None:
@@ -122,7 +126,7 @@ def check_peer(chunk_size: int, name: str) -> None:
 
 def measure(chunk_size: int, length: int, rounds: int) -> dict:
     errors = check_ours(chunk_size)
-    check_compiled(chunk_size, length)
+    check_backends(chunk_size, length)
     for name in (PEER, PEER_EXACT, PEER_BF16):
         check_peer(chunk_size, name)
     steps = {name: step(name, chunk_size, length) for name in CONTENDERS}

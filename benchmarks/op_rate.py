@@ -3,11 +3,11 @@
 """How near the op comes to the machine's matrix rate, and where the rest goes: ``python benchmarks/op_rate.py``.
 
 The op alone, with queries, keys, values and gates given: one row, 6 heads of 64, depth 2, expansion 4, chunks of 64 at
-4,096 tokens and of 16 at 2,048; forward, and forward with backward; in float32, and with bfloat16 queries, keys and
-values. Counted are the floating-point operations of the products that the formulas in MEMORY.md need, `products`;
-what the backward computes a second time to save memory is no use and is named apart. The yardsticks are, in the same
-rounds, one large product, and for each shape of the op's own a batched product as large as a chunk of all heads, and
-as 16 chunks. Nothing is timed unless output, state and every gradient agree with the token-by-token form in float64.
+4,096 tokens and of 16 at 2,048; forward, and forward with backward; in float32, and with bfloat16 queries, keys, values
+and products; as a CPU computes it by default, and as backend="native" does. Counted are the floating-point operations
+of the products that the formulas in MEMORY.md need, `products`; what the backward computes a second time to save memory
+is no use and is named apart. The yardsticks are, in the same rounds, one large product, and for each shape of the op's
+own a batched product as large as a chunk of all heads, and as 16 chunks. Nothing is timed unless output, state and every gradient agree with the token-by-token form in float64.
 
 Writes results/op_rate.json and op_rate.md.
 """
@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from checks import refuse_unless_close
+from checks import products_in, refuse_unless_close
 from timing import Spread, alternate, markdown_table, report
 from torch.profiler import ProfilerActivity, profile
 from tqdm import tqdm
@@ -32,6 +32,8 @@ SETTINGS = ((64, 4096), (16, 2048))
 LARGE, SPAN = 2048, 16
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2}
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# What a row's name begins with, and the backend that it is of.
+BACKENDS = {"": "auto", "native: ": "native"}
 
 # What torch's operators are for; the first name that an operator's name contains decides.
 KINDS = {
@@ -138,13 +140,15 @@ def check(chunk_size: int) -> dict[str, float]:
     length = 2 * chunk_size + chunk_size // 2
     reference = OpCall.make(length, torch.float64).forward_and_backward(chunk_size, "recurrent")
     errors = {}
-    for precision, tolerance in TOLERANCE.items():
-        results = OpCall.make(length, precision).forward_and_backward(chunk_size)
-        name = str(precision).removeprefix("torch.")
-        what = f"of the op (chunk {chunk_size}), {name}"
-        errors[name] = max(
-            refuse_unless_close(f"{key} {what}", results[key], reference[key], tolerance) for key in reference
-        )
+    for label, backend in BACKENDS.items():
+        for precision, tolerance in TOLERANCE.items():
+            with products_in(precision):
+                results = OpCall.make(length, precision).forward_and_backward(chunk_size, backend)
+            name = label + str(precision).removeprefix("torch.")
+            what = f"of the op (chunk {chunk_size}), {name}"
+            errors[name] = max(
+                refuse_unless_close(f"{key} {what}", results[key], reference[key], tolerance) for key in reference
+            )
     return errors
 
 
@@ -153,12 +157,24 @@ def large_product(dtype: torch.dtype) -> Callable[[], None]:
     return lambda: torch.mm(a, b)
 
 
+def in_precision(precision: torch.dtype, function: Callable, *arguments) -> Callable[[], None]:
+    def run() -> None:
+        with products_in(precision):
+            function(*arguments)
+
+    return run
+
+
 def contenders(chunk_size: int, length: int) -> dict[str, Callable[[], None]]:
     calls: dict[str, Callable[[], None]] = {}
     for name, precision in PRECISIONS.items():
         call = OpCall.make(length, precision)
-        calls[f"forward, {name}"] = torch.no_grad()(lambda call=call: call.forward(chunk_size))
-        calls[f"forward and backward, {name}"] = lambda call=call: call.forward_and_backward(chunk_size)
+        for label, backend in BACKENDS.items():
+            arguments = (chunk_size, backend)
+            calls[f"{label}forward, {name}"] = in_precision(precision, torch.no_grad()(call.forward), *arguments)
+            calls[f"{label}forward and backward, {name}"] = in_precision(
+                precision, call.forward_and_backward, *arguments
+            )
         calls[f"large product, {name}"] = large_product(precision)
     return calls
 
@@ -210,7 +226,7 @@ def where_time_goes(chunk_size: int, length: int, precision: torch.dtype) -> dic
     """
     call = OpCall.make(length, precision)
     call.forward_and_backward(chunk_size)
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+    with products_in(precision), profile(activities=[ProfilerActivity.CPU]) as profiler:
         start = time.perf_counter()
         call.forward_and_backward(chunk_size)
         wall = time.perf_counter() - start
@@ -237,7 +253,7 @@ def measure(chunk_size: int, length: int, rounds: int) -> dict:
     rates, shares = {}, {}
     for name in times:
         what, precision = name.rsplit(", ", 1)
-        flops = 2 * LARGE**3 if what == "large product" else counts[what] * length
+        flops = 2 * LARGE**3 if what == "large product" else counts[what.removeprefix("native: ")] * length
         rates[name] = Spread.of([flops / t for t in times[name]])
         large = [2 * LARGE**3 / t for t in times[f"large product, {precision}"]]
         shares[name] = Spread.of([flops / t / rate for t, rate in zip(times[name], large, strict=True)])
@@ -278,7 +294,7 @@ def table(results: list[dict]) -> list[str]:
         together = [1 / sum(s["share"] / s["rates"][c] for s in shapes) for c in columns]
         rows.append(("all together", "100%", *(f"{rate / 1e9:.0f}" for rate in together)))
         lines += markdown_table(("shape", "of useful FLOP", *columns), rows)
-        lines += ["", "Where the time of forward and backward goes:", ""]
+        lines += ["", "Where the time of forward and backward goes by default:", ""]
         kinds = [kind for kind in r["time"]["float32"] if kind != "operators per chunk"]
         rows = [(kind, *(f"{shares.get(kind, 0):.0%}" for shares in r["time"].values())) for kind in kinds]
         rows.append(("operators per chunk", *(f"{s['operators per chunk']:.0f}" for s in r["time"].values())))

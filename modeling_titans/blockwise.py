@@ -17,9 +17,15 @@ BLOCK, EPS = 128, 1e-6
 
 
 def takes_blocks(x: torch.Tensor, weight: torch.Tensor | None = None) -> bool:
-    """Whether the forms below may stand in: on a CPU, and in a dtype in which they do not round more than torch's."""
-    exact = x.dtype in (torch.float32, torch.float64) and (weight is None or weight.dtype == x.dtype)
-    return exact and x.is_cpu and not torch.compiler.is_compiling() and not torch.is_autocast_enabled("cpu")
+    """Whether the forms below may stand in: on a CPU, and in a dtype in which they do not round more than torch's.
+
+    Under autocast that is a 16-bit one, which they round to once, behind sums in float32.
+    """
+    if not x.is_cpu or torch.compiler.is_compiling():
+        return False
+    if torch.is_autocast_enabled("cpu"):
+        return x.dtype in (torch.bfloat16, torch.float16) and (weight is None or weight.dtype == torch.float32)
+    return x.dtype in (torch.float32, torch.float64) and (weight is None or weight.dtype == x.dtype)
 
 
 def depthwise_convolution(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -38,21 +44,27 @@ class _DepthwiseConvolution(torch.autograd.Function):
         ctx.save_for_backward(x, taps)
         y = x.new_empty(x.shape[0], x.shape[1] - len(taps) + 1, x.shape[2])
         for begin, part in _blocks(y):
-            torch.mul(_shifted(x, begin, part), taps[0], out=part)
+            inputs = x[:, begin : begin + part.shape[1] + len(taps) - 1].to(taps.dtype)
+            total = part if part.dtype == taps.dtype else torch.empty_like(part, dtype=taps.dtype)
+            torch.mul(_shifted(inputs, 0, part), taps[0], out=total)
             for k in range(1, len(taps)):
-                part.addcmul_(_shifted(x, begin + k, part), taps[k])
+                total.addcmul_(_shifted(inputs, k, part), taps[k])
+            if total is not part:
+                part.copy_(total)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, y_bar: torch.Tensor):
         x, taps = ctx.saved_tensors
-        x_bar, taps_bar = torch.zeros_like(x), torch.zeros_like(taps)
+        x_bar, taps_bar = torch.zeros_like(x, dtype=taps.dtype), torch.zeros_like(taps)
         for begin, part in _blocks(y_bar):
+            inputs = x[:, begin : begin + part.shape[1] + len(taps) - 1].to(taps.dtype)
+            bar = part.to(taps.dtype)
             for k in range(len(taps)):
-                _shifted(x_bar, begin + k, part).addcmul_(part, taps[k])
-                taps_bar[k] += (part * _shifted(x, begin + k, part)).sum((0, 1))
-        return x_bar, taps_bar
+                _shifted(x_bar, begin + k, part).addcmul_(bar, taps[k])
+                taps_bar[k] += (bar * _shifted(inputs, k, part)).sum((0, 1))
+        return x_bar.to(x.dtype), taps_bar
 
 
 class _SiluAndUnit(torch.autograd.Function):
@@ -61,18 +73,21 @@ class _SiluAndUnit(torch.autograd.Function):
         ctx.save_for_backward(x)
         y = torch.empty_like(x)
         for begin, part in _blocks(y):
-            part.copy_(F.silu(_shifted(x, begin, part)))
-            vectors = part[:, :, :2]
+            values = F.silu(_widened(_shifted(x, begin, part)))
+            vectors = values[:, :, :2]
             vectors.div_(_length(vectors))
+            part.copy_(values)
         return y
 
     @staticmethod
     @once_differentiable
+    # Autocast would round the operands of a scalar product.
+    @torch.autocast("cpu", enabled=False)
     def backward(ctx, y_bar: torch.Tensor):
         (x,) = ctx.saved_tensors
         x_bar = torch.empty_like(x)
         for begin, part in _blocks(x_bar):
-            inputs, bar = _shifted(x, begin, part), _shifted(y_bar, begin, part).clone()
+            inputs, bar = _widened(_shifted(x, begin, part)), _widened(_shifted(y_bar, begin, part), copy=True)
             vectors, vectors_bar = F.silu(inputs[:, :, :2]), bar[:, :, :2]
             length = _length(vectors)
             unit = vectors / length
@@ -81,6 +96,11 @@ class _SiluAndUnit(torch.autograd.Function):
             vectors_bar.addcmul_(unit, along, value=-1).div_(length)
             part.copy_(torch.ops.aten.silu_backward(bar, inputs))
         return x_bar
+
+
+def _widened(x: torch.Tensor, copy: bool = False) -> torch.Tensor:
+    """In at least float32."""
+    return x.to(torch.promote_types(x.dtype, torch.float32), copy=copy)
 
 
 def _length(x: torch.Tensor) -> torch.Tensor:

@@ -76,4 +76,26 @@ def test_only_where_nothing_is_lost():
     assert takes_blocks(x) and takes_blocks(x.double(), x.double())
     assert not takes_blocks(x.bfloat16()) and not takes_blocks(x, x.double()) and not takes_blocks(x.to("meta"))
     with torch.autocast("cpu", torch.bfloat16):
-        assert not takes_blocks(x)
+        assert not takes_blocks(x) and takes_blocks(x.bfloat16(), x)
+        assert not takes_blocks(x.bfloat16(), x.bfloat16())
+
+
+@pytest.mark.parametrize("length", [9, 2 * BLOCK + 3])
+def test_under_autocast_only_what_leaves_a_form_is_rounded(length):
+    """To the bit what float32 gives for the same numbers, rounded once; so are the gradients."""
+    x = torch.randn(2, length, 3 * 2 * 5).bfloat16()
+    weight, bar = torch.randn(30, 1, 4, requires_grad=True), torch.randn(2, length - 3, 30).bfloat16()
+
+    def run(x):
+        x = x.clone().requires_grad_()
+        y = depthwise_convolution(x, weight)
+        z = silu_and_unit(x.unflatten(-1, (3, 2, 5)))
+        bars = [bar.to(y.dtype), x.detach().view_as(z)]
+        return y, z, *torch.autograd.grad(y, (x, weight), bars[0]), torch.autograd.grad(z, x, bars[1])[0]
+
+    expected = run(x.float())
+    with torch.autocast("cpu", torch.bfloat16):
+        actual = run(x)
+    assert [t.dtype for t in actual] == [*[torch.bfloat16] * 3, torch.float32, torch.bfloat16]
+    for got, want in zip(actual, expected, strict=True):
+        assert torch.equal(got, want.to(got.dtype))
