@@ -23,7 +23,7 @@ from .attention_layout import FLASH, AttentionLayout, Blocks
 from .configuration_titans import TitansConfig
 from .layer_state import AttentionState
 from .merged_flash_attention import AttentionPart, merged_flash_attention
-from .short_calls import FEW, is_short
+from .short_calls import FEW
 from .token_layout import round_up, take_or_zero
 
 
@@ -260,9 +260,6 @@ class TitansAttention(nn.Module):
     def _masked(self, heads: _Heads, layout: AttentionLayout, implementation: str):
         """Through transformers' attention interface; returns the output (B, T, H, D) and weights or None."""
         dropout = self.attention_dropout if self.training else 0.0
-        few = not dropout and layout.blocks is None and is_short(heads.query, heads.query.shape[2])
-        if few and implementation == "sdpa":
-            return self._few_queries(heads, layout.attention_mask), None
         query, keys, values = heads.query, heads.keys, heads.values
         if layout.blocks is not None:
             query, keys, values = _to_blocks(query, keys, values, layout.blocks)
@@ -292,26 +289,6 @@ class TitansAttention(nn.Module):
         if layout.blocks is not None:
             output = _from_blocks(output, layout.blocks, (heads.query.shape[0], heads.query.shape[2]))
         return output, weights if implementation == "eager" else None
-
-    def _few_queries(self, heads: _Heads, mask: torch.Tensor) -> torch.Tensor:
-        """Keys and values where they lie, not side by side; returns the output (B, T, H, D)."""
-        batch_size, num_heads, num_queries = heads.query.shape[:3]
-        # Query heads that share their keys are further queries.
-        shape = (batch_size * self.num_key_value_heads, -1, self.head_dim)
-        query, groups = heads.query.reshape(shape), []
-        if heads.persistent_keys is not None:
-            persistent = (t.repeat(batch_size, 1, 1) for t in (heads.persistent_keys, heads.persistent_values))
-            groups.append((heads.plain_query.reshape(shape), *persistent))
-        groups.append((query, heads.keys.flatten(0, 1), heads.values.flatten(0, 1)))
-        if heads.retrieved_keys is not None:
-            groups.append((query, heads.retrieved_keys.flatten(0, 1), heads.retrieved_values.flatten(0, 1)))
-        scores = torch.cat([torch.bmm(q, k.mT) for q, k, _ in groups], -1).mul_(self.scaling)
-        scores = scores.view(batch_size, num_heads, num_queries, -1).masked_fill_(~mask, float("-inf"))
-        weights = torch.softmax(scores, -1).view(*query.shape[:2], -1).split([k.shape[1] for _, k, _ in groups], -1)
-        output = torch.bmm(weights[0], groups[0][2])
-        for w, (_, _, v) in zip(weights[1:], groups[1:], strict=True):
-            output.baddbmm_(w, v)
-        return output.view(heads.query.shape).transpose(1, 2)
 
     def _persistent_scores(self, heads: _Heads) -> torch.Tensor:
         """(B, H, T, P) products of unrotated queries and persistent keys."""

@@ -1,6 +1,6 @@
 # Copyright 2026 The transformers-titans authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A depthwise convolution that also knows a fast form for a CPU, and when a form for a few tokens may stand in.
+"""A depthwise convolution that also knows fast forms for a CPU and for a traced token, and how few tokens are few.
 
 It is the layer that it derives from, with its parameters, so adapters, quantizers and hooks find what they look for.
 """
@@ -14,18 +14,6 @@ from .blockwise import depthwise_convolution, takes_blocks
 
 # Tokens of which operations cost more than their elements.
 FEW = 8
-
-
-def is_short(x: torch.Tensor, num_tokens: int) -> bool:
-    """Whether a short form may stand in: few tokens in full precision on a CPU, without gradient, trace, autocast."""
-    return (
-        num_tokens <= FEW
-        and x.device.type == "cpu"
-        and x.dtype in (torch.float32, torch.float64)
-        and not torch.is_grad_enabled()
-        and not torch.compiler.is_compiling()
-        and not torch.is_autocast_enabled("cpu")
-    )
 
 
 class TitansConvolution(nn.Conv1d):
