@@ -49,7 +49,7 @@ VARIANTS = {
     "mac": SMALL | {"variant": "mac", "segment_length": 4},
 }
 # What rows that are alike keep is a matter of numbers, for which a trace need not wait.
-CACHING = SMALL | {"memory_caching": "grm", "cache_segment_length": 4, "cache_max_segments": 2}
+CACHING = SMALL | {"memory_caching": "grm", "cache_segment_length": 4, "cache_max_segments": 1}
 MASK = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 0, 1, 1, 0]])
 
 
@@ -141,7 +141,6 @@ TRAINED = {
     "mag": (VARIANTS["mag"], MASK),
     "mac": (VARIANTS["mac"], None),
     "caching": (CACHING, None),
-    "independent": (CACHING | {"memory_caching": "ssc", "cache_initialization": "independent"}, None),
 }
 
 
@@ -267,14 +266,15 @@ def test_products_of_one_row_become_sums(rows):
             assert_close(f"result {index}", *pair, TOLERANCE[F64])
 
 
-def test_model_with_memory_caching_decodes_over_ends_of_segments(compiler):
+def test_model_with_memory_caching_decodes_over_ends_of_segments():
     """Each number of kept memories is a graph of its own, a segment's end another; a bound bounds both."""
     model = tiny_model(dtype=F64, **CACHING)
+    compiler = CompileCounterWithBackend("eager")
     step, ids = compiled(model, compiler), random_ids(2, 24)
     cache = TitansCache(model.config)
-    logits_of(model, ids[:, :3], cache=cache)
-    decoded = [logits_of(step, ids[:, t : t + 1], cache=cache) for t in range(3, 24)]
-    assert_close("logits", torch.cat(decoded, 1), logits_of(model, ids)[:, 3:], TOLERANCE[F64])
+    logits_of(model, ids[:, :6], cache=cache)
+    decoded = [logits_of(step, ids[:, t : t + 1], cache=cache) for t in range(6, 24)]
+    assert_close("logits", torch.cat(decoded, 1), logits_of(model, ids)[:, 6:], TOLERANCE[F64])
     assert cache.layers[0].state.memory.kept.closed == 6
     assert compiler.frame_count <= 8
 
@@ -283,7 +283,7 @@ def test_padded_rows_with_memory_caching_may_break_the_graph_but_change_no_numbe
     """Where rows differ, how many segments end in a call is known to the device alone."""
     model, ids = tiny_model(dtype=F64, **CACHING), random_ids(2, 7)
     expected = logits_of(model, ids, attention_mask=MASK, use_cache=False)
-    actual = logits_of(torch.compile(model, backend="aot_eager"), ids, attention_mask=MASK, use_cache=False)
+    actual = logits_of(torch.compile(model, backend="eager"), ids, attention_mask=MASK, use_cache=False)
     assert_close("logits", actual[MASK.bool()], expected[MASK.bool()], TOLERANCE[F64])
 
 
