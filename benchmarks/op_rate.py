@@ -3,11 +3,12 @@
 """How near the op comes to the machine's matrix rate, and where the rest goes: ``python benchmarks/op_rate.py``.
 
 The op alone, with queries, keys, values and gates given: one row, 6 heads of 64, depth 2, expansion 4, chunks of 64 at
-4,096 tokens and of 16 at 2,048; forward, and forward with backward; in float32, and with bfloat16 queries, keys, values
-and products; as a CPU computes it by default, and as backend="native" does. Counted are the floating-point operations
-of the products that the formulas in MEMORY.md need, `products`; what the backward computes a second time to save memory
-is no use and is named apart. The yardsticks are, in the same rounds, one large product, and for each shape of the op's
-own a batched product as large as a chunk of all heads, and as 16 chunks. Nothing is timed unless output, state and every gradient agree with the token-by-token form in float64.
+4,096 tokens and of 16 at 2,048; forward, and forward with backward; in float32, and with bfloat16 queries, keys,
+values and products; as a CPU computes it by default, and as backend="native" does. Counted are the floating-point
+operations of the products that the formulas in MEMORY.md need, `products`; what the backward computes a second time
+to save memory is no use and is named apart. The yardsticks are, in the same rounds, one large product, and for each
+shape of the op's own a batched product as large as a chunk of all heads, and as 16 chunks. Nothing is timed unless
+output, state and every gradient agree with the token-by-token form in float64.
 
 Writes results/op_rate.json and op_rate.md.
 """
