@@ -117,22 +117,38 @@ def relevance(u: torch.Tensor, kept: KeptMemories, plan: KeptPlan) -> Relevance:
         kept: before the call.
         plan: the call's.
     """
-    # Sums over segments are differences of sums over rows, which single precision would not bear.
-    sums = u.double().cumsum(1)
-    before = torch.cat([-kept.total.double().unsqueeze(1), torch.zeros_like(sums[:, :1]), sums], 1)
-    batch_size = u.shape[0]
-    running = (sums - take(before, (plan.first + 1).expand(batch_size, -1))).to(u.dtype)
-    mean = running / plan.length[:, :, None, None]
-    new = take(torch.cat([running, torch.zeros_like(running[:, :1])], 1), plan.last.expand(batch_size, -1))
+    running = _running_sums(u, kept, plan)
+    ends = plan.last.expand(u.shape[0], -1)
+    new = take(running, ends.clamp(max=u.shape[1] - 1)) * (ends < u.shape[1])[:, :, None, None]
     keys = torch.cat([kept.keys, _means(new, kept, plan)], 1)
     left = by_row(plan.left, u.device).view(-1, 1, 1)
-    return compare(u, keys, mean, torch.where(left > 0, running[:, -1], 0))
+    found = compare(u, keys, running, torch.where(left > 0, running[:, -1], 0))
+    return found._replace(running=found.running / plan.length.unsqueeze(-1))
+
+
+def _running_sums(u: torch.Tensor, kept: KeptMemories, plan: KeptPlan) -> torch.Tensor:
+    """The sum of u over each token's segment up to the token, (B, T, H, D)."""
+    num_columns = u.shape[1]
+    if not isinstance(plan.closed, int):
+        # Where rows differ they are differences of sums over rows, which single precision would not bear.
+        sums = u.double().cumsum(1)
+        before = torch.cat([-kept.total.double().unsqueeze(1), torch.zeros_like(sums[:, :1]), sums], 1)
+        return (sums - take(before, (plan.first + 1).expand(u.shape[0], -1))).to(u.dtype)
+    length, left = plan.options.segment_length, kept.left
+    if left + num_columns <= length:
+        return u.cumsum(1) + kept.total.unsqueeze(1)
+    parts = [u, u.new_zeros(u.shape[0], -(left + num_columns) % length, *u.shape[2:])]
+    if left:
+        parts.insert(0, F.pad(kept.total.unsqueeze(1), (0, 0, 0, 0, left - 1, 0)))
+    sums = torch.cat(parts, 1).unflatten(1, (-1, length)).cumsum(2)
+    return sums.flatten(1, 2)[:, left : left + num_columns]
 
 
 def compare(u: torch.Tensor, keys: torch.Tensor, mean: torch.Tensor, total: torch.Tensor) -> Relevance:
     """Scores of u (B, T, H, D) with ``keys`` (B, K, H, D) and with the running segments' means (B, T or 1, H, D)."""
     scale = 1 / math.sqrt(u.shape[-1])
-    return Relevance(torch.einsum("bthd,bkhd->bthk", u, keys) * scale, (u * mean).sum(-1) * scale, keys, total)
+    running = torch.linalg.vecdot(u, mean) * scale
+    return Relevance(torch.einsum("bthd,bkhd->bthk", u, keys) * scale, running, keys, total)
 
 
 def _means(sums: torch.Tensor, kept: KeptMemories, plan: KeptPlan) -> torch.Tensor:

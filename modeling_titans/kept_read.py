@@ -8,17 +8,17 @@ does not grow with the number of memories that a token reads.
 Shapes: G rows times heads, T tokens, D head dimension, K kept memories.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from .inner_network import Hidden, InnerNetwork, Normalized, gelu_and_slope, output_of
+from .inner_network import Hidden, InnerNetwork, Normalized, gelu_alone, gelu_and_slope, output_of
 
 
-# Elements of a hidden layer that are alive at once.
-CPU_ELEMENTS, ACCELERATOR_ELEMENTS = 2**20, 2**26
+# Elements of a hidden layer that are alive at once: on a CPU few enough to stay in a core's cache.
+CPU_ELEMENTS, ACCELERATOR_ELEMENTS = 2**17, 2**26
 
 
 class Answers(NamedTuple):
@@ -31,41 +31,48 @@ class Answers(NamedTuple):
 
 
 class AnswersAdjoint(NamedTuple):
-    """Gradients of x, of each layer's weights, and of LN's scale and shift (G, 1, D) or None."""
+    """Gradients of x, and of LN's scale and shift (G, 1, D) or None."""
 
     x: torch.Tensor
-    weights: list[torch.Tensor]
     norm_weight: torch.Tensor | None
     norm_bias: torch.Tensor | None
 
 
-def answers(network: InnerNetwork, weights: Sequence[torch.Tensor], x: torch.Tensor) -> Answers:
-    """M_W(x) at weights (G, D_in, D_out) per layer."""
+def answers(
+    network: InnerNetwork,
+    weights: Sequence[torch.Tensor],
+    x: torch.Tensor,
+    activate: Callable[[torch.Tensor], Hidden] = gelu_and_slope,
+) -> Answers:
+    """M_W(x) at weights (G, D_in, D_out) per layer; where there is neither adjoint nor autograd, `gelu_alone` does."""
     products, inputs, hidden = network.products, [x], []
     for w in weights[:-1]:
-        hidden.append(gelu_and_slope(products.mm(inputs[-1], w)))
+        hidden.append(activate(products.mm(inputs[-1], w)))
         inputs.append(hidden[-1].value)
     output, norm = output_of(network, x, products.mm(inputs[-1], weights[-1]))
     return Answers(output, inputs, hidden, norm)
 
 
 def answers_adjoint(
-    network: InnerNetwork, weights: Sequence[torch.Tensor], given: Answers, output_bar: torch.Tensor
+    network: InnerNetwork,
+    weights: Sequence[torch.Tensor],
+    given: Answers,
+    output_bar: torch.Tensor,
+    weights_bar: Sequence[torch.Tensor],
 ) -> AnswersAdjoint:
-    """Back-propagates through `answers`."""
-    mm, z_bar, norm_weight, norm_bias = network.products.mm, output_bar, None, None
+    """Back-propagates through `answers`; what the weights' gradients come to is added to ``weights_bar``."""
+    products, z_bar, norm_weight, norm_bias = network.products, output_bar, None, None
     if given.norm is not None:
         norm_weight = (output_bar * given.norm.x_hat).sum(-2, keepdim=True)
         norm_bias = output_bar.sum(-2, keepdim=True)
         z_bar = given.norm.jacobian(output_bar * network.norm_weight)
-    weights_bar = []
     for layer in reversed(range(len(weights))):
-        weights_bar.insert(0, mm(given.inputs[layer].mT, z_bar))
-        z_bar = mm(z_bar, weights[layer].mT)
+        products.add_(weights_bar[layer], given.inputs[layer].mT, z_bar)
+        z_bar = products.mm(z_bar, weights[layer].mT)
         if layer:
-            z_bar = z_bar * given.hidden[layer - 1].slope
-    x_bar = z_bar + output_bar if network.residual else z_bar
-    return AnswersAdjoint(x_bar, weights_bar, norm_weight, norm_bias)
+            z_bar.mul_(given.hidden[layer - 1].slope)
+    x_bar = z_bar.add_(output_bar) if network.residual else z_bar
+    return AnswersAdjoint(x_bar, norm_weight, norm_bias)
 
 
 def read_kept(
@@ -96,8 +103,9 @@ class _KeptRead(torch.autograd.Function):
         ctx.save_for_backward(q, shares, norm_weight, norm_bias, *weights)
         ctx.facts = network._replace(norm_weight=None, norm_bias=None), spans
         output = torch.zeros_like(q)
-        for i, layers, at in _visits(spans, weights, q):
-            output[:, at].addcmul_(answers(network, layers, q[:, at]).output, shares[:, at, i, None])
+        for i, layers, blocks in _visits(spans, weights, q):
+            for at in blocks:
+                output[:, at].addcmul_(answers(network, layers, q[:, at], gelu_alone).output, shares[:, at, i, None])
         return output
 
     @staticmethod
@@ -109,25 +117,26 @@ class _KeptRead(torch.autograd.Function):
         q_bar, shares_bar = torch.zeros_like(q), torch.zeros_like(shares)
         weights_bar = [torch.zeros_like(w) for w in weights]
         norm_bar = [None if t is None else torch.zeros_like(t) for t in (norm_weight, norm_bias)]
-        for i, layers, at in _visits(spans, weights, q):
-            given, bar = answers(network, layers, q[:, at]), output_bar[:, at]
-            shares_bar[:, at, i] = torch.linalg.vecdot(given.output, bar)
-            adjoint = answers_adjoint(network, layers, given, bar * shares[:, at, i, None])
-            q_bar[:, at] += adjoint.x
-            for total, part in zip(weights_bar, adjoint.weights, strict=True):
-                total[:, i] += part.unflatten(0, (total.shape[0], -1)).to(total.device)
-            if norm_weight is not None:
-                norm_bar[0] += adjoint.norm_weight
-                norm_bar[1] += adjoint.norm_bias
+        for i, layers, blocks in _visits(spans, weights, q):
+            layers_bar = [torch.zeros_like(w) for w in layers]
+            for at in blocks:
+                given, bar = answers(network, layers, q[:, at]), output_bar[:, at]
+                shares_bar[:, at, i] = torch.linalg.vecdot(given.output, bar)
+                adjoint = answers_adjoint(network, layers, given, bar * shares[:, at, i, None], layers_bar)
+                q_bar[:, at] += adjoint.x
+                if norm_weight is not None:
+                    norm_bar[0] += adjoint.norm_weight
+                    norm_bar[1] += adjoint.norm_bias
+            for total, part in zip(weights_bar, layers_bar, strict=True):
+                total[:, i] = part.unflatten(0, (total.shape[0], -1))
         return None, None, q_bar, shares_bar, *norm_bar, *weights_bar
 
 
 def _visits(spans, weights, q: torch.Tensor):
-    """Yields memory by memory its number, its layers where q is, and the tokens of a block that read it."""
+    """Yields memory by memory its number, its layers where q is, and the tokens that read it, in blocks."""
     width = max(w.shape[-1] for w in weights) * q.shape[0]
     size = max((CPU_ELEMENTS if q.device.type == "cpu" else ACCELERATOR_ELEMENTS) // width, 64)
     for i, (begin, stop) in enumerate(spans):
         if begin < stop:
             layers = [w[:, i].to(q.device).flatten(0, 1) for w in weights]
-            for first in range(begin, stop, size):
-                yield i, layers, slice(first, min(first + size, stop))
+            yield i, layers, [slice(first, min(first + size, stop)) for first in range(begin, stop, size)]

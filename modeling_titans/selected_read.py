@@ -2,12 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reading the few kept memories that each token has selected, and no others (Memory Caching, eq. 16-17).
 
-Tokens are sorted by the memory they read and put into blocks of one memory each, which are read side by side: a
-weight is taken once for a block of tokens, and memories that nobody selected are not touched, nor moved from where
-they lie.
+Tokens are sorted by the memory they read. Where many of them read each memory, a CPU reads memory by memory; else
+they are put into blocks of one memory each, which are read side by side: a weight is taken once for a block of tokens.
+Memories that nobody selected are not touched, nor moved from where they lie.
 
-Shapes: A answers asked for (a token, a head and a memory each), M memories times heads, N blocks of b tokens, D head
-dimension.
+Shapes: A answers asked for (a token, a head and a memory each), M memories times heads, P places in which answers are
+sorted, N blocks of b places, D head dimension.
 """
 
 from collections.abc import Sequence
@@ -16,50 +16,68 @@ from typing import NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from .inner_network import InnerNetwork
-from .kept_read import answers, answers_adjoint
+from .inner_network import InnerNetwork, gelu_alone
+from .kept_read import CPU_ELEMENTS, answers, answers_adjoint
 
 
 # Tokens of a block: enough to make taking its weights cheap beside the products.
 BLOCK = 128
-# Blocks that are read side by side.
-CPU_BLOCKS, ACCELERATOR_BLOCKS = 16, 1024
+# Blocks that an accelerator reads side by side.
+ACCELERATOR_BLOCKS = 1024
+# Answers of a memory for which a CPU reads it by itself: enough to make calls cheap beside the products.
+ALONE = 48
 
 
 class Selection(NamedTuple):
-    """Who reads what, in blocks.
+    """Who reads what.
 
     Attributes:
-        memory: (N,) memory of each block.
-        head: (N,) its head.
-        place: (A,) the place of each answer among the N * b of the blocks; N * b: it is of no memory.
-        token: (N * b,) the row of q that is asked at each place; the number of rows where there is none.
+        place: (A,) the place of each answer; P: it is of no memory.
+        token: (P,) the row of q that is asked at each place; the number of rows where there is none.
+        memory: (N,) memory of each block; without a meaning if there are runs.
         size: b.
+        runs: the memories and the places of their answers, (m, begin, end) each; None: there are blocks.
     """
 
-    memory: torch.Tensor
-    head: torch.Tensor
     place: torch.Tensor
     token: torch.Tensor
+    memory: torch.Tensor
     size: int
+    runs: tuple[tuple[int, int, int], ...] | None
 
     @classmethod
-    def build(cls, wanted: torch.Tensor, num_memories: int, num_heads: int, answers_per_token: int) -> "Selection":
-        """Arranges answers: ``wanted`` (A,) the memory of each, ``num_memories`` M for none; memory m is of head
-        m % H, and answer a of token a // k."""
-        number = wanted.shape[0]
+    def build(cls, wanted: torch.Tensor, num_memories: int, answers_per_token: int) -> "Selection":
+        """Arranges answers: ``wanted`` (A,) the memory of each, ``num_memories`` M for none; answer a is of token
+        a // k."""
+        count = torch.zeros(num_memories + 1, dtype=torch.long, device=wanted.device)
+        count.scatter_add_(0, wanted, torch.ones_like(wanted))
+        order = torch.argsort(wanted, stable=True)
+        is_free = wanted.device.type == "cpu" and not torch.compiler.is_compiling()
+        if is_free:
+            stops = count.cumsum(0).tolist()
+            bounds = enumerate(zip([0, *stops], stops[:-1], strict=False))
+            runs = tuple((memory, begin, stop) for memory, (begin, stop) in bounds if begin < stop)
+            if stops[-2] >= ALONE * len(runs):
+                return cls._in_runs(order, runs, stops[-2], answers_per_token)
+        return cls._in_blocks(wanted, order, count, answers_per_token, is_free)
+
+    @classmethod
+    def _in_runs(cls, order: torch.Tensor, runs, num_places: int, answers_per_token: int) -> "Selection":
+        rank = torch.arange(order.shape[0], device=order.device).clamp(max=num_places)
+        place = torch.empty_like(order).scatter_(0, order, rank)
+        return cls(place, order[:num_places] // answers_per_token, order[:0], 1, runs)
+
+    @classmethod
+    def _in_blocks(cls, wanted, order, count: torch.Tensor, answers_per_token: int, is_free: bool) -> "Selection":
+        """``is_free``: whether it costs nothing to wait for numbers of tensors."""
+        number, num_memories = wanted.shape[0], count.shape[0] - 1
         size = 1
         while size < BLOCK and size * num_memories < number:
             size *= 2
-        count = torch.zeros(num_memories + 1, dtype=torch.long, device=wanted.device)
-        count.scatter_add_(0, wanted, torch.ones_like(wanted))
         blocks = (count[:-1] + size - 1) // size
         behind = blocks.cumsum(0)
         # At most this many blocks; to know how many would be to wait for the device.
-        num_blocks = min(number // size + num_memories, number)
-        if wanted.device.type == "cpu" and not torch.compiler.is_compiling():
-            num_blocks = int(behind[-1])
-        order = torch.argsort(wanted, stable=True)
+        num_blocks = int(behind[-1]) if is_free else min(number // size + num_memories, number)
         sorted_memory = wanted[order]
         rank = torch.arange(number, device=wanted.device) - (count.cumsum(0) - count)[sorted_memory]
         first = torch.cat([behind - blocks, behind[-1:]])
@@ -70,8 +88,7 @@ class Selection(NamedTuple):
         token = torch.full((num_blocks * size + 1,), none, device=wanted.device)
         token.scatter_(0, place_sorted, order // answers_per_token)
         memory = torch.searchsorted(behind, torch.arange(num_blocks, device=wanted.device), right=True)
-        memory = memory.clamp(max=num_memories - 1)
-        return cls(memory, memory % num_heads, place, token[:-1], size)
+        return cls(place, token[:-1], memory.clamp(max=num_memories - 1), size, None)
 
 
 def read_selected(
@@ -99,10 +116,11 @@ def read_selected(
     memory = (row[:, None, None, None] * places + wanted) * num_heads + head[:, None]
     num_memories = batch_size * places * num_heads
     memory = torch.where(wanted < places, memory, num_memories).flatten()
-    selection = Selection.build(memory, num_memories, num_heads, number)
+    selection = Selection.build(memory, num_memories, number)
     flat = [w.flatten(0, 2) for w in weights]
     output = _SelectedRead.apply(
         network,
+        num_heads,
         selection,
         q.reshape(-1, q.shape[-1]),
         shares.reshape(-1, number),
@@ -117,55 +135,88 @@ class _SelectedRead(torch.autograd.Function):
     """q (A / k, D), shares (A / k, k), weights (M, D_in, D_out) per layer."""
 
     @staticmethod
-    def forward(ctx, network, selection, q, shares, norm_weight, norm_bias, *weights):
-        ctx.save_for_backward(q, shares, norm_weight, norm_bias, *selection[:4], *weights)
-        ctx.facts = network._replace(norm_weight=None, norm_bias=None), selection.size
-        found = [answers(*block[:2], block[2]).output for block in _blocks(network, selection, q, weights)]
-        ordered = _answers_in_order(found, selection, shares, torch.zeros_like(q[:1]))
-        return (ordered * shares.unsqueeze(-1)).sum(1)
+    def forward(ctx, network, num_heads, selection, q, shares, norm_weight, norm_bias, *weights):
+        ctx.save_for_backward(q, shares, norm_weight, norm_bias, *selection[:3], *weights)
+        ctx.facts = network._replace(norm_weight=None, norm_bias=None), num_heads, *selection[3:]
+        q, share = _with_none(q), _by_place(shares, selection)
+        found = _places(q, selection)
+        for part in _parts(network, num_heads, selection, weights, q):
+            x = q.index_select(0, selection.token[part.at]).unflatten(0, (part.number, -1))
+            y = answers(part.network, part.layers, x, gelu_alone).output.flatten(0, 1)
+            found[part.at] = y * share[part.at]
+        return _by_token(found, selection, shares)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, output_bar):
         q, shares, norm_weight, norm_bias, *rest = ctx.saved_tensors
-        network, size = ctx.facts
+        network, num_heads, *blocks = ctx.facts
         network = network._replace(norm_weight=norm_weight, norm_bias=norm_bias)
-        selection, weights = Selection(*rest[:4], size), rest[4:]
-        wanted_bar = (output_bar.unsqueeze(1) * shares.unsqueeze(-1)).flatten(0, 1)
-        none = torch.zeros_like(wanted_bar[:1])
-        by_place = torch.zeros(selection.token.shape[0] + 1, q.shape[-1], dtype=q.dtype, device=q.device)
-        by_place[selection.place] = wanted_bar
-        by_place = by_place[:-1].unflatten(0, (-1, size))
-        q_bar = torch.cat([torch.zeros_like(q), none])
+        selection, weights = Selection(*rest[:3], *blocks), rest[3:]
+        q, output_bar, share = _with_none(q), _with_none(output_bar), _by_place(shares, selection)
+        x_bar, share_bar = _places(q, selection), _places(share, selection)
         weights_bar = [torch.zeros_like(w) for w in weights]
         norm_bar = [None if t is None else torch.zeros_like(t) for t in (norm_weight, norm_bias)]
-        found = []
-        for own, layers, x, at in _blocks(network, selection, q, weights):
-            given = answers(own, layers, x)
-            adjoint = answers_adjoint(own, layers, given, by_place[at])
-            found.append(given.output)
-            q_bar.index_add_(0, selection.token.unflatten(0, (-1, size))[at].flatten(), adjoint.x.flatten(0, 1))
-            memory = selection.memory[at]
-            for total, part in zip(weights_bar, adjoint.weights, strict=True):
-                total.index_add_(0, memory.to(total.device), part.to(total.device))
+        for part in _parts(network, num_heads, selection, weights, q):
+            token = selection.token[part.at]
+            x, bar = (t.index_select(0, token).unflatten(0, (part.number, -1)) for t in (q, output_bar))
+            given = answers(part.network, part.layers, x)
+            share_bar[part.at, 0] = torch.linalg.vecdot(given.output, bar).flatten()
+            bar = bar.mul_(share[part.at].unflatten(0, (part.number, -1)))
+            layers_bar = [torch.zeros_like(w) for w in part.layers]
+            adjoint = answers_adjoint(part.network, part.layers, given, bar, layers_bar)
+            x_bar[part.at] = adjoint.x.flatten(0, 1)
+            for total, layer_bar in zip(weights_bar, layers_bar, strict=True):
+                _add_to(total, part.memory, layer_bar)
             if norm_weight is not None:
-                norm_bar[0].index_add_(0, selection.head[at], adjoint.norm_weight)
-                norm_bar[1].index_add_(0, selection.head[at], adjoint.norm_bias)
-        shares_bar = (_answers_in_order(found, selection, shares, none) * output_bar.unsqueeze(1)).sum(-1)
-        return None, None, q_bar[:-1], shares_bar, *norm_bar, *weights_bar
+                _add_to(norm_bar[0], part.head, adjoint.norm_weight)
+                _add_to(norm_bar[1], part.head, adjoint.norm_bias)
+        q_bar, shares_bar = _by_token(x_bar, selection, shares), share_bar[selection.place].view(shares.shape)
+        return None, None, None, q_bar, shares_bar, *norm_bar, *weights_bar
 
 
-def _blocks(network: InnerNetwork, selection: Selection, q: torch.Tensor, weights):
-    """Yields, for some blocks at a time, M with their LN, their layers, their tokens (n, b, D), and which they are."""
-    many = CPU_BLOCKS * max(BLOCK // selection.size, 1) if q.device.type == "cpu" else ACCELERATOR_BLOCKS
-    tokens = torch.cat([q, torch.zeros_like(q[:1])])[selection.token].unflatten(0, (-1, selection.size))
-    for first in range(0, tokens.shape[0], many):
-        at = slice(first, first + many)
-        own = network
-        if network.norm_weight is not None:
-            norm = [t[selection.head[at]] for t in (network.norm_weight, network.norm_bias)]
-            own = network._replace(norm_weight=norm[0], norm_bias=norm[1])
-        yield own, [_taken(w, selection.memory[at], q.device) for w in weights], tokens[at], at
+class _Part(NamedTuple):
+    """What is read at once.
+
+    Attributes:
+        at: the places.
+        number: of memories, which have as many places each.
+        memory, head: their numbers, as an index of those.
+        network, layers: M with their LN, and their weights where q is.
+    """
+
+    at: slice
+    number: int
+    memory: slice | torch.Tensor
+    head: slice | torch.Tensor
+    network: InnerNetwork
+    layers: list[torch.Tensor]
+
+
+def _parts(network: InnerNetwork, num_heads: int, selection: Selection, weights, q: torch.Tensor):
+    """Yields the parts of all places."""
+    elements = CPU_ELEMENTS // max(w.shape[-1] for w in weights)
+    if selection.runs is not None:
+        for m, begin, stop in selection.runs:
+            memory, head = slice(m, m + 1), slice(m % num_heads, m % num_heads + 1)
+            own, layers = _own(network, head), [w[memory].to(q.device) for w in weights]
+            for first in range(begin, stop, elements):
+                yield _Part(slice(first, min(first + elements, stop)), 1, memory, head, own, layers)
+        return
+    size = selection.size
+    many = max(elements // size, 1) if q.device.type == "cpu" else ACCELERATOR_BLOCKS
+    for first in range(0, selection.memory.shape[0], many):
+        memory = selection.memory[first : first + many]
+        head = memory % num_heads
+        at = slice(first * size, (first + memory.shape[0]) * size)
+        layers = [_taken(w, memory, q.device) for w in weights]
+        yield _Part(at, memory.shape[0], memory, head, _own(network, head), layers)
+
+
+def _own(network: InnerNetwork, head: slice | torch.Tensor) -> InnerNetwork:
+    if network.norm_weight is None:
+        return network
+    return network._replace(norm_weight=network.norm_weight[head], norm_bias=network.norm_bias[head])
 
 
 def _taken(weights: torch.Tensor, memory: torch.Tensor, device) -> torch.Tensor:
@@ -176,9 +227,34 @@ def _taken(weights: torch.Tensor, memory: torch.Tensor, device) -> torch.Tensor:
     return weights[used.to(weights.device)].to(device)[back]
 
 
-def _answers_in_order(
-    found: list[torch.Tensor], selection: Selection, shares: torch.Tensor, none: torch.Tensor
-) -> torch.Tensor:
-    """Blocks' answers (n, b, D) -> (A / k, k, D), for those of no memory ``none`` (1, D)."""
-    flat = torch.cat([*(y.flatten(0, 1) for y in found), none])
-    return flat[selection.place].unflatten(0, shares.shape)
+def _add_to(total: torch.Tensor, index: slice | torch.Tensor, part: torch.Tensor) -> None:
+    """Adds (n, ...) to the rows ``index`` of ``total``, which may be several times the same."""
+    part = part.to(total.device)
+    if isinstance(index, slice):
+        total[index] += part
+    else:
+        total.index_add_(0, index.to(total.device), part)
+
+
+def _with_none(t: torch.Tensor) -> torch.Tensor:
+    """Rows (n, D), and behind them the one that no token is: zero."""
+    return torch.cat([t, torch.zeros_like(t[:1])])
+
+
+def _places(like: torch.Tensor, selection: Selection) -> torch.Tensor:
+    """Room for rows like these at each place, (P + 1, ...), and a row of zeros for answers of no memory."""
+    places = like.new_empty(selection.token.shape[0] + 1, like.shape[1])
+    places[-1] = 0
+    return places
+
+
+def _by_place(shares: torch.Tensor, selection: Selection) -> torch.Tensor:
+    """(A / k, k) -> (P + 1, 1), zero where there is no answer."""
+    by_place = shares.new_zeros(selection.token.shape[0] + 1, 1)
+    by_place[selection.place] = shares.reshape(-1, 1)
+    return by_place
+
+
+def _by_token(places: torch.Tensor, selection: Selection, shares: torch.Tensor) -> torch.Tensor:
+    """Rows (P + 1, D) at places -> (A / k, D), the sum of a token's."""
+    return places.index_select(0, selection.place).unflatten(0, shares.shape).sum(1)
