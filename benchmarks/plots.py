@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draws what the other programs have recorded in results/: ``python benchmarks/plots.py``.
 
-From context.json decoding.png and prefill.png, from caching.json caching.png and caching_decoding.png.
+From context.json decoding.png and prefill.png, from caching.json caching.png and caching_decoding.png, from
+extrapolation.json extrapolation.png.
 """
 
 import json
@@ -62,7 +63,8 @@ def _figure(file: str, *panels: tuple[str, str, dict]) -> None:
 
 def draw() -> None:
     """The plots of whatever has been recorded."""
-    for name, plot in {"context": _draw_context, "caching": _draw_caching}.items():
+    plots = {"context": _draw_context, "caching": _draw_caching, "extrapolation": _draw_extrapolation}
+    for name, plot in plots.items():
         file = RESULTS / f"{name}.json"
         if file.exists():
             plot(json.loads(file.read_text(encoding="utf-8")))
@@ -98,6 +100,21 @@ def _decoding_panels(decoding: dict) -> tuple[tuple[str, str, dict], ...]:
     }
     sizes = {name: _megabytes(values) for name, values in decoding["cache bytes"].items()}
     return ("Decoding", "tokens per second", rates), ("State behind the context", "MB", sizes)
+
+
+def _draw_extrapolation(results: dict) -> None:
+    """The loss by position, and where training ended."""
+    with pyplot.rc_context({"font.size": 12}):
+        figure, axes = pyplot.subplots(figsize=(10, 4), layout="constrained")
+        for name, reader in results["readers"].items():
+            position = [results["bin"] * (n + 0.5) for n in range(len(reader["curve"]))]
+            axes.plot(position, reader["curve"], label=name, linewidth=2)
+        axes.axvline(results["training length"], color="black", linewidth=1, linestyle=":", label="training length")
+        axes.set(xlabel="position, bytes", ylabel="loss, nats per byte", title="Past the training length")
+        axes.grid(alpha=0.3)
+        axes.legend()
+        figure.savefig(RESULTS / "extrapolation.png", dpi=100)
+        pyplot.close(figure)
 
 
 def _megabytes(values: dict[str, float]) -> dict[str, float]:
