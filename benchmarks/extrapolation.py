@@ -114,8 +114,8 @@ def table(results: dict) -> list[str]:
     readers = results["readers"]
     lines = [
         f"`lmm`, {results['parameters']:,} parameters, trained for {results['steps']} steps of {BATCH} texts of "
-        f"{LENGTH} bytes; loss in nats per byte over {results['texts']} unseen texts of {LONGEST:,} bytes, by position; "
-        "in brackets the difference to plain and its standard error.",
+        f"{LENGTH} bytes; loss in nats per byte over {results['texts']} unseen texts of {LONGEST:,} bytes, by "
+        "position; in brackets the difference to plain and its standard error.",
         "",
     ]
     rows = []
