@@ -27,11 +27,12 @@ from timing import markdown_table, report
 from tqdm import tqdm, trange
 
 from transformers_titans import TitansConfig, TitansForCausalLM
-from transformers_titans.training.demo import HELD_OUT_CHAPTERS, read_chapters
+from transformers_titans.training.demo import read_chapters
 
 
 LENGTH, LONGEST = 256, 16 * 256
 STEPS, BATCH, LEARNING_RATE, WARM_UP = 600, 16, 3e-3, 20
+HELD_OUT_CHAPTERS = 8
 # Positions whose losses are averaged for the plot.
 BIN = 128
 PLAIN, RESET = "plain", "reset"
