@@ -231,7 +231,8 @@ def advance(kept: KeptMemories, plan: KeptPlan, new: Sequence[torch.Tensor], fou
 
 def _carry(old: torch.Tensor, new: torch.Tensor, plan: KeptPlan) -> torch.Tensor:
     """(B, K, ...) and (B, E, ...) -> (B, K', ...)."""
-    if new.shape[1] == 0 and isinstance(plan.closed, int):
+    if new.shape[1] == 0 and (isinstance(plan.closed, int) or plan.carried.shape[1] == old.shape[1]):
+        # Nothing is added. What a row that has begun a document no longer reads may stay.
         return old
     new = new.to(old.device)
     both = torch.cat([old, new, torch.zeros_like(new[:, :1]) if new.shape[1] else torch.zeros_like(old[:, :1])], 1)

@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from .inner_network import InnerNetwork, gelu_alone
 from .kept_read import CPU_ELEMENTS, answers, answers_adjoint
+from .short_calls import is_short
 
 
 # Tokens of a block: enough to make taking its weights cheap beside the products.
@@ -62,6 +63,12 @@ class Selection(NamedTuple):
         return cls._in_blocks(wanted, order, count, answers_per_token, is_free)
 
     @classmethod
+    def one_by_one(cls, wanted: torch.Tensor, num_memories: int, answers_per_token: int) -> "Selection":
+        """As `build`, for so few answers that to sort them costs more than to take a memory for each."""
+        place = torch.arange(wanted.shape[0], device=wanted.device)
+        return cls(place, place // answers_per_token, wanted.clamp(max=num_memories - 1), 1, None)
+
+    @classmethod
     def _in_runs(cls, order: torch.Tensor, runs, num_places: int, answers_per_token: int) -> "Selection":
         rank = torch.arange(order.shape[0], device=order.device).clamp(max=num_places)
         place = torch.empty_like(order).scatter_(0, order, rank)
@@ -103,7 +110,7 @@ def read_selected(
     Args:
         q: (B, T, H, D).
         shares: (B, T, H, k).
-        wanted: (B, T, H, k) numbers of kept memories, K for none.
+        wanted: (B, T, H, k) numbers of kept memories, K for none, whose share must be zero.
         weights: per layer (B, K, H, D_in, D_out), on any device.
         network: M for H heads: LN's parameters are (H, 1, D) or None.
 
@@ -116,7 +123,8 @@ def read_selected(
     memory = (row[:, None, None, None] * places + wanted) * num_heads + head[:, None]
     num_memories = batch_size * places * num_heads
     memory = torch.where(wanted < places, memory, num_memories).flatten()
-    selection = Selection.build(memory, num_memories, number)
+    build = Selection.one_by_one if is_short(q, q.shape[1]) else Selection.build
+    selection = build(memory, num_memories, number)
     flat = [w.flatten(0, 2) for w in weights]
     output = _SelectedRead.apply(
         network,
