@@ -95,7 +95,7 @@ def read_kept(
     Returns:
         (G, T, D), differentiable in every tensor.
     """
-    if is_short(q, q.shape[1]) and all(w.device == q.device for w in weights):
+    if is_short(q.shape[1]) and all(w.device == q.device for w in weights):
         return _read_side_by_side(q, shares, weights, network)
     return _KeptRead.apply(network, tuple(spans), q, shares, network.norm_weight, network.norm_bias, *weights)
 

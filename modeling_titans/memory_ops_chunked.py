@@ -16,7 +16,7 @@ from .memory_ops_native import native_scan
 from .memory_state import MemoryState, PendingTokens
 from .scan_inputs import Rule, ScanInputs, ScanOptions, ScanResult
 from .segmented_scan import scan_segments
-from .short_calls import FEW
+from .short_calls import is_short
 from .state_pair import Products
 from .token_layout import TokenLayout
 
@@ -119,8 +119,7 @@ def _keeps_chunk(call: MemoryCall) -> bool:
     It is not for autograd nor for mixtures of memories, and a kernel reads open chunks itself. What it keeps pays off
     where few tokens follow.
     """
-    decodes = call.q.shape[1] <= FEW and not torch.is_grad_enabled() and call.mix is None
-    return decodes and call.scan in PLAIN_SCANS
+    return is_short(call.q.shape[1]) and call.mix is None and call.scan in PLAIN_SCANS
 
 
 def _read_open(call: MemoryCall, state: MemoryState, q, tokens: PendingTokens) -> OpenRead:

@@ -123,7 +123,7 @@ def read_selected(
     memory = (row[:, None, None, None] * places + wanted) * num_heads + head[:, None]
     num_memories = batch_size * places * num_heads
     memory = torch.where(wanted < places, memory, num_memories).flatten()
-    build = Selection.one_by_one if is_short(q, q.shape[1]) else Selection.build
+    build = Selection.one_by_one if is_short(q.shape[1]) else Selection.build
     selection = build(memory, num_memories, number)
     flat = [w.flatten(0, 2) for w in weights]
     output = _SelectedRead.apply(

@@ -16,6 +16,11 @@ from .blockwise import depthwise_convolution, takes_blocks
 FEW = 8
 
 
+def is_short(num_tokens: int) -> bool:
+    """Whether a call is one of those by which text is decoded: few tokens, and no gradients."""
+    return num_tokens <= FEW and not torch.is_grad_enabled()
+
+
 class TitansConvolution(nn.Conv1d):
     """`nn.Conv1d`; a depthwise one without padding and bias also takes its first channels alone.
 
