@@ -90,9 +90,9 @@ def check_ours(name: str) -> dict[str, float]:
     if folder not in sys.path:
         sys.path.append(folder)
     oracle = importlib.import_module("caching_oracle").oracle_layer
-    layer = layer_of(name, memory_chunk_size=8, cache_segment_length=16).double()
-    # Five segments and a part: of more memories than SSC reads, and of blocks of 4 + 1.
-    x = torch.randn(1, 5 * 16 + 11, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    layer = layer_of(name, memory_chunk_size=8, cache_segment_length=32).double()
+    # Five segments and a part: more memories than SSC reads, each by as many tokens as when timed; blocks of 4 + 1.
+    x = torch.randn(1, 5 * 32 + 11, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     expected, errors = gradients(layer, lambda row: oracle(layer, row[0]).unsqueeze(0), x), {}
     for dtype, tolerance in TOLERANCE.items():
         found, precision = gradients(layer.to(dtype), lambda row: layer(row)[0], x.to(dtype)), str(dtype)[6:]
