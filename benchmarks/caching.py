@@ -192,10 +192,14 @@ def measure_decoding(contexts: list[int], rounds: int) -> dict:
 
 
 def measure_layer(length: int, rounds: int) -> dict:
-    """Forward and backward of a layer, ours with chunks of 64, which is the default, and of 16."""
+    """Forward and backward of a layer, ours with chunks of 64, which is the default, and of 16, in both CPU forms."""
     for name in (PEER, PEER_STOPPED):
         check_peer(name)
-    layers = {f"ours, chunks of {chunk}": layer_of(GRM, memory_chunk_size=chunk) for chunk in (64, 16)}
+    layers = {}
+    for form, backend in (("ours", "auto"), ("ours, native", "native")):
+        for chunk in (64, 16):
+            layer = layer_of(GRM, memory_chunk_size=chunk, memory_backend=backend)
+            layers[f"{form}, chunks of {chunk}"] = layer
     layers |= {name: peer_layer(name, SEGMENT) for name in (PEER, PEER_STOPPED)}
     x = torch.randn(1, length, WIDTH, generator=torch.Generator().manual_seed(1)).requires_grad_()
 
