@@ -145,10 +145,11 @@ def check_soup(kept_weights, mix, num_ends: int, state: MemoryState, q: torch.Te
         raise ValueError("kept_weights and mix must both be given or both be None")
     if mix is None:
         return
+    letters = "(B, T, H, 1 + K + J)" if num_ends else "(B, T, H, 1 + K)"
     if mix.dim() != 4 or mix.shape[3] < 1 + num_ends:
-        raise ValueError(f"mix must be (B, T, H, 1 + K + {num_ends}), got {tuple(mix.shape)}")
+        raise ValueError(f"mix must be {letters}, J = {num_ends}, got {tuple(mix.shape)}")
     num_kept = mix.shape[3] - 1 - num_ends
-    _check_tensor("mix", mix, "(B, T, H, 1 + K + J)", (*q.shape[:3], mix.shape[3]))
+    _check_tensor("mix", mix, letters, (*q.shape[:3], mix.shape[3]))
     depth = len(state.weights)
     if len(kept_weights) != depth:
         raise ValueError(f"kept_weights must have {depth} layers as state.weights have, got {len(kept_weights)}")

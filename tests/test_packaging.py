@@ -141,13 +141,18 @@ def test_the_op_does_not_import_transformers(tmp_path):
     assert run_python(script, cwd=tmp_path).strip() == "[True, False]"
 
 
-def test_readme_example_runs(tmp_path, monkeypatch):
-    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+def test_readme_examples_run(tmp_path, monkeypatch):
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    example, caching = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     monkeypatch.chdir(tmp_path)
     names = {}
     exec(example, names)
     assert names["output"].shape[1] == names["text"].shape[1] + 20
     assert names["cache"].get_seq_length() == names["output"].shape[1] - 1
+    names["model"].save_pretrained("trained-without")
+    exec(caching, names)
+    assert 0 < names["cache"].kept_nbytes < names["cache"].nbytes
+    assert names["longer"].config.memory_caching == "average"
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

@@ -8,6 +8,7 @@ import torch
 from stream_testing import feed
 from titans_testing import logits_of, random_ids
 from transformers_titans import TitansCache
+from transformers_titans.kept_plan import KeptCounts
 from transformers_titans.segment_plan import SegmentOptions, plan_segments
 from variant_oracle import VARIANTS, variant_model
 
@@ -18,7 +19,7 @@ OPTIONS = SegmentOptions(segment_length=8, chunk_size=4, num_persistent=2, imple
 
 def plan(mask, starts=None, count=0):
     cos_sin = (torch.zeros(1, mask.shape[1], 4),) * 2
-    return plan_segments(OPTIONS, tuple(mask.shape), count, 0, cos_sin, mask, starts)
+    return plan_segments(OPTIONS, tuple(mask.shape), count, 0, KeptCounts(0, 0, 0), cos_sin, mask, starts)
 
 
 def test_packed_documents_take_no_more_columns_than_their_longest_rows():
