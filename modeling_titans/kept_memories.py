@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from .kept_plan import KeptCounts, KeptPlan, by_row
-from .token_layout import take
+from .token_layout import take, take_or_zero
 
 
 class KeptMemories(NamedTuple):
@@ -229,11 +229,17 @@ def advance(kept: KeptMemories, plan: KeptPlan, new: Sequence[torch.Tensor], fou
     return KeptMemories(weights, keys, total, plan.closed, plan.left, kept.runners)
 
 
+def joined(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """(B, K, ...) and (B, E, ...) -> (B, K + E, ...), where ``old`` lies; not copied where one of them is empty."""
+    if 0 in (old.shape[1], new.shape[1]):
+        return new.to(old.device) if new.shape[1] else old
+    return torch.cat([old, new.to(old.device)], 1)
+
+
 def _carry(old: torch.Tensor, new: torch.Tensor, plan: KeptPlan) -> torch.Tensor:
     """(B, K, ...) and (B, E, ...) -> (B, K', ...)."""
-    if new.shape[1] == 0 and (isinstance(plan.closed, int) or plan.carried.shape[1] == old.shape[1]):
-        # Nothing is added. What a row that has begun a document no longer reads may stay.
-        return old
-    new = new.to(old.device)
-    both = torch.cat([old, new, torch.zeros_like(new[:, :1]) if new.shape[1] else torch.zeros_like(old[:, :1])], 1)
-    return take(both, plan.carried.expand(both.shape[0], -1).to(old.device))
+    both, number = joined(old, new), plan.carried.shape[1]
+    if number == both.shape[1] and (isinstance(plan.closed, int) or new.shape[1] == 0):
+        # All of them, in order. What a row that has begun a document no longer reads may stay.
+        return both
+    return take_or_zero([both], plan.carried.expand(both.shape[0], -1).to(old.device))

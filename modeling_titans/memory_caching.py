@@ -11,7 +11,17 @@ from dataclasses import dataclass, replace
 import torch
 
 from .inner_network import InnerNetwork, gelu, output_of
-from .kept_memories import KeptMemories, Relevance, Shares, advance, compare, equal_shares, gated_shares, relevance
+from .kept_memories import (
+    KeptMemories,
+    Relevance,
+    Shares,
+    advance,
+    compare,
+    equal_shares,
+    gated_shares,
+    joined,
+    relevance,
+)
 from .kept_plan import KeptOptions, KeptPlan, by_row, plan_kept
 from .kept_read import answers, read_kept
 from .memory_ops_chunked import MemoryResult
@@ -100,9 +110,7 @@ def read_with_caching(
         at = is_block[:, :, None, None, None]
         new = tuple(torch.where(at, block, w) for block, w in zip(blocks, new, strict=True))
     if options.kind != "soup":
-        weights = kept.weights
-        if plan.last.shape[1]:
-            weights = [torch.cat([w, w_new.to(w.device)], 1) for w, w_new in zip(weights, new, strict=True)]
+        weights = [joined(w, w_new) for w, w_new in zip(kept.weights, new, strict=True)]
         output = result.output.to(q.dtype) * shares.running.unsqueeze(-1)
         result = result._replace(output=output + _read(q, shares, weights, network, plan.spans))
     return result, advance(kept, plan, new, found)._replace(runners=runners)

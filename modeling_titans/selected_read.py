@@ -146,7 +146,7 @@ class _SelectedRead(torch.autograd.Function):
     def forward(ctx, network, num_heads, selection, q, shares, norm_weight, norm_bias, *weights):
         ctx.save_for_backward(q, shares, norm_weight, norm_bias, *selection[:3], *weights)
         ctx.facts = network._replace(norm_weight=None, norm_bias=None), num_heads, *selection[3:]
-        q, share = _with_none(q), _by_place(shares, selection)
+        q, share = _with_none(q, selection), _by_place(shares, selection)
         found = _places(q, selection)
         for part in _parts(network, num_heads, selection, weights, q):
             x = q.index_select(0, selection.token[part.at]).unflatten(0, (part.number, -1))
@@ -161,7 +161,8 @@ class _SelectedRead(torch.autograd.Function):
         network, num_heads, *blocks = ctx.facts
         network = network._replace(norm_weight=norm_weight, norm_bias=norm_bias)
         selection, weights = Selection(*rest[:3], *blocks), rest[3:]
-        q, output_bar, share = _with_none(q), _with_none(output_bar), _by_place(shares, selection)
+        q, output_bar = (_with_none(t, selection) for t in (q, output_bar))
+        share = _by_place(shares, selection)
         x_bar, share_bar = _places(q, selection), _places(share, selection)
         weights_bar = [torch.zeros_like(w) for w in weights]
         norm_bar = [None if t is None else torch.zeros_like(t) for t in (norm_weight, norm_bias)]
@@ -171,11 +172,13 @@ class _SelectedRead(torch.autograd.Function):
             given = answers(part.network, part.layers, x)
             share_bar[part.at, 0] = torch.linalg.vecdot(given.output, bar).flatten()
             bar = bar.mul_(share[part.at].unflatten(0, (part.number, -1)))
-            layers_bar = [torch.zeros_like(w) for w in part.layers]
+            alone = isinstance(part.memory, slice)
+            layers_bar = [t[part.memory] for t in weights_bar] if alone else [torch.zeros_like(w) for w in part.layers]
             adjoint = answers_adjoint(part.network, part.layers, given, bar, layers_bar)
             x_bar[part.at] = adjoint.x.flatten(0, 1)
-            for total, layer_bar in zip(weights_bar, layers_bar, strict=True):
-                _add_to(total, part.memory, layer_bar)
+            if not alone:
+                for total, layer_bar in zip(weights_bar, layers_bar, strict=True):
+                    _add_to(total, part.memory, layer_bar)
             if norm_weight is not None:
                 _add_to(norm_bar[0], part.head, adjoint.norm_weight)
                 _add_to(norm_bar[1], part.head, adjoint.norm_bias)
@@ -208,8 +211,9 @@ def _parts(network: InnerNetwork, num_heads: int, selection: Selection, weights,
         for m, begin, stop in selection.runs:
             memory, head = slice(m, m + 1), slice(m % num_heads, m % num_heads + 1)
             own, layers = _own(network, head), [w[memory].to(q.device) for w in weights]
-            for first in range(begin, stop, elements):
-                yield _Part(slice(first, min(first + elements, stop)), 1, memory, head, own, layers)
+            size = -(-(stop - begin) // -(-(stop - begin) // elements))
+            for first in range(begin, stop, size):
+                yield _Part(slice(first, min(first + size, stop)), 1, memory, head, own, layers)
         return
     size = selection.size
     many = max(elements // size, 1) if q.device.type == "cpu" else ACCELERATOR_BLOCKS
@@ -244,9 +248,9 @@ def _add_to(total: torch.Tensor, index: slice | torch.Tensor, part: torch.Tensor
         total.index_add_(0, index.to(total.device), part)
 
 
-def _with_none(t: torch.Tensor) -> torch.Tensor:
-    """Rows (n, D), and behind them the one that no token is: zero."""
-    return torch.cat([t, torch.zeros_like(t[:1])])
+def _with_none(t: torch.Tensor, selection: Selection) -> torch.Tensor:
+    """Rows (n, D), and, if any is asked for, behind them the one that no token is: zero."""
+    return t if selection.runs is not None else torch.cat([t, torch.zeros_like(t[:1])])
 
 
 def _places(like: torch.Tensor, selection: Selection) -> torch.Tensor:
