@@ -141,8 +141,9 @@ def neural_memory(
     scan = _pick_scan(backend, sizes, q, mix)
 
     # Decoding has nothing to cast, and would spend more on asking each tensor in turn than on many an operation.
-    given = (q, theta, alpha, eta, *state.weights, *state.momentum, *state.pending, norm_weight, norm_bias)
-    alike = start_state is None and all(t is None or t.dtype == dtype for t in (*given, *(forget_to_weights or ())))
+    given = (q, theta, alpha, eta, *state.weights, *state.momentum, *state.pending, norm_weight, norm_bias, mix)
+    given = (*given, *(forget_to_weights or ()), *(kept_weights or ()))
+    alike = start_state is None and all(t is None or t.dtype == dtype for t in given)
 
     def cast(tree):
         return tree if alike else map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, tree)

@@ -365,6 +365,17 @@ def test_narrow_inputs_are_computed_in_float32(backend, dtype):
         assert_close(f"gradient of {name}", gradient, expected[name], TOLERANCE[gradient.dtype])
 
 
+@pytest.mark.parametrize("field", ["kept", "mix"])
+def test_kept_weights_and_shares_may_be_of_another_dtype(field):
+    """Also where all else is alike, and nothing is cast for its sake."""
+    inputs = make_inputs().to(torch.float32)
+    mixture = make_mixture(inputs, 2)
+    narrow = mixture.map(torch.Tensor.float)
+    mixed = replace(narrow, **{field: getattr(mixture, field)})
+    actual, expected = (run_op(inputs, **m.arguments()).output for m in (mixed, narrow))
+    assert actual.dtype == torch.float32 and torch.equal(actual, expected)
+
+
 def test_products_in_bfloat16_where_the_user_allows_them():
     inputs = make_inputs(length=29, max_step=0.002, max_forget=0.1).require_grad()
     mixture = make_mixture(inputs, 2).map(leaf)
