@@ -65,9 +65,8 @@ class Scan:
         """The memory network for tokens of ``num_chunks`` chunks, (n * G, b, D)."""
         if num_chunks not in self._networks:
             network = self.inputs.network(self.options)
-            if num_chunks > 1 and network.norm_weight is not None:
-                norm = [t.repeat(num_chunks, 1, 1) for t in (network.norm_weight, network.norm_bias)]
-                network = network._replace(norm_weight=norm[0], norm_bias=norm[1])
+            if num_chunks > 1:
+                network = network.map_norm(lambda t: t.repeat(num_chunks, 1, 1))
             self._networks[num_chunks] = network
         return self._networks[num_chunks]
 

@@ -40,11 +40,7 @@ def chunk_scan(inputs: ScanInputs, options: ScanOptions) -> ScanResult:
         results = _ChunkScan.apply(options, *flat)
     else:
         results, _ = scan_forward(inputs, options, keep=False)
-    surprise = results[-1] if options.surprise else None
-    if not options.write:
-        return ScanResult(results[0], inputs.weights, inputs.momentum, surprise)
-    state = tuple(results[1 : 1 + 2 * options.depth])
-    return ScanResult(results[0], state[: options.depth], state[options.depth :], surprise)
+    return ScanResult.of(results, inputs, options)
 
 
 def compiled_chunk_scan(inputs: ScanInputs, options: ScanOptions) -> ScanResult:

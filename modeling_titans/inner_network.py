@@ -45,6 +45,12 @@ class InnerNetwork(NamedTuple):
     products: Products
     dot: bool = False
 
+    def map_norm(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> "InnerNetwork":
+        """With ``fn`` applied to LN's scale and shift, where there are any."""
+        if self.norm_weight is None:
+            return self
+        return self._replace(norm_weight=fn(self.norm_weight), norm_bias=fn(self.norm_bias))
+
 
 class Normalized(NamedTuple):
     """A layer normalisation's values: x_hat (..., D) and 1 / sigma (..., 1)."""

@@ -109,10 +109,7 @@ def _read_side_by_side(q: torch.Tensor, shares: torch.Tensor, weights, network: 
         t = t.unflatten(0, (batch_size, 1, num_heads))
         return t.expand(-1, places, *t.shape[2:]).flatten(0, 2)
 
-    if network.norm_weight is not None:
-        norm = [spread(t) for t in (network.norm_weight, network.norm_bias)]
-        network = network._replace(norm_weight=norm[0], norm_bias=norm[1])
-    given = answers(network, [w.flatten(0, 2) for w in weights], spread(q), gelu_alone).output
+    given = answers(network.map_norm(spread), [w.flatten(0, 2) for w in weights], spread(q), gelu_alone).output
     by_memory = given.unflatten(0, (batch_size, places, num_heads)).permute(0, 2, 3, 1, 4).flatten(0, 1)
     return (shares.unsqueeze(-2) @ by_memory).squeeze(-2)
 
@@ -131,25 +128,31 @@ class _KeptRead(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, output_bar):
-        q, shares, norm_weight, norm_bias, *weights = ctx.saved_tensors
-        network, spans = ctx.facts
-        network = network._replace(norm_weight=norm_weight, norm_bias=norm_bias)
-        q_bar, shares_bar = torch.zeros_like(q), torch.zeros_like(shares)
-        weights_bar = [torch.zeros_like(w) for w in weights]
-        norm_bar = [None if t is None else torch.zeros_like(t) for t in (norm_weight, norm_bias)]
-        for i, layers, blocks in _visits(spans, weights, q):
-            layers_bar = [torch.zeros_like(w) for w in layers]
-            for at in blocks:
-                given, bar = answers(network, layers, q[:, at]), output_bar[:, at]
-                shares_bar[:, at, i] = torch.linalg.vecdot(given.output, bar)
-                adjoint = answers_adjoint(network, layers, given, bar * shares[:, at, i, None], layers_bar)
-                q_bar[:, at] += adjoint.x
-                if norm_weight is not None:
-                    norm_bar[0] += adjoint.norm_weight
-                    norm_bar[1] += adjoint.norm_bias
-            for total, part in zip(weights_bar, layers_bar, strict=True):
-                total[:, i] = part.unflatten(0, (total.shape[0], -1))
-        return None, None, q_bar, shares_bar, *norm_bar, *weights_bar
+        # Whoever calls it: a state in float32 is differentiated in float32.
+        with torch.autocast(output_bar.device.type, enabled=False):
+            return _gradients(ctx, output_bar)
+
+
+def _gradients(ctx, output_bar: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    q, shares, norm_weight, norm_bias, *weights = ctx.saved_tensors
+    network, spans = ctx.facts
+    network = network._replace(norm_weight=norm_weight, norm_bias=norm_bias)
+    q_bar, shares_bar = torch.zeros_like(q), torch.zeros_like(shares)
+    weights_bar = [torch.zeros_like(w) for w in weights]
+    norm_bar = [None if t is None else torch.zeros_like(t) for t in (norm_weight, norm_bias)]
+    for i, layers, blocks in _visits(spans, weights, q):
+        layers_bar = [torch.zeros_like(w) for w in layers]
+        for at in blocks:
+            given, bar = answers(network, layers, q[:, at]), output_bar[:, at]
+            shares_bar[:, at, i] = torch.linalg.vecdot(given.output, bar)
+            adjoint = answers_adjoint(network, layers, given, bar * shares[:, at, i, None], layers_bar)
+            q_bar[:, at] += adjoint.x
+            if norm_weight is not None:
+                norm_bar[0] += adjoint.norm_weight
+                norm_bar[1] += adjoint.norm_bias
+        for total, part in zip(weights_bar, layers_bar, strict=True):
+            total[:, i] = part.unflatten(0, (total.shape[0], -1))
+    return None, None, q_bar, shares_bar, *norm_bar, *weights_bar
 
 
 def _visits(spans, weights, q: torch.Tensor):

@@ -23,8 +23,9 @@ from .kept_memories import (
     relevance,
 )
 from .kept_plan import KeptOptions, KeptPlan, by_row, plan_kept
-from .kept_read import answers, read_kept
+from .kept_read import read_kept
 from .memory_ops_chunked import MemoryResult
+from .memory_read import read_network
 from .memory_state import MemoryState
 from .selected_read import read_selected
 from .token_layout import TokenLayout, take_or_zero
@@ -195,8 +196,7 @@ def read_segment(
     x = q.transpose(1, 2)
     if options.kind == "soup":
         return _read_mixture(x, shares, weights, kept.weights, network).transpose(1, 2)
-    running = answers(_by_row(network, q.shape[0]), [w.flatten(0, 1) for w in weights], x.flatten(0, 1)).output
-    output = running.unflatten(0, x.shape[:2]).transpose(1, 2) * shares.running.unsqueeze(-1)
+    output = read_network(network, weights, x).transpose(1, 2) * shares.running.unsqueeze(-1)
     return output + _read(q, shares, kept.weights, network, [(0, q.shape[1])] * counts.places)
 
 
@@ -207,16 +207,9 @@ def _read(q: torch.Tensor, shares: Shares, weights, network: InnerNetwork, spans
     if shares.index is not None:
         return read_selected(q, shares.kept, shares.index, weights, network)
     x, parts = (t.transpose(1, 2).flatten(0, 1) for t in (q, shares.kept))
-    y = read_kept(x, parts, weights, _by_row(network, q.shape[0]), spans)
+    network = network.map_norm(lambda t: t.repeat(q.shape[0], 1, 1))
+    y = read_kept(x, parts, weights, network, spans)
     return y.unflatten(0, (q.shape[0], -1)).transpose(1, 2)
-
-
-def _by_row(network: InnerNetwork, batch_size: int) -> InnerNetwork:
-    """M of H heads as M of B * H."""
-    if network.norm_weight is None or batch_size == 1:
-        return network
-    norm = [t.repeat(batch_size, 1, 1) for t in (network.norm_weight, network.norm_bias)]
-    return network._replace(norm_weight=norm[0], norm_bias=norm[1])
 
 
 def _read_mixture(x: torch.Tensor, shares: Shares, weights, kept, network: InnerNetwork) -> torch.Tensor:

@@ -39,11 +39,7 @@ def native_scan(inputs: ScanInputs, options: ScanOptions) -> ScanResult:
         results = _NativeScan.apply(options, *flat)
     else:
         results, _ = _forward(ScanInputs.unflatten(flat, options.depth), options, keep=False)
-    output, *state = results
-    surprise = state.pop() if options.surprise else None
-    if not options.write:
-        state = [*inputs.weights, *inputs.momentum]
-    return ScanResult(output, tuple(state[: options.depth]), tuple(state[options.depth :]), surprise)
+    return ScanResult.of(results, inputs, options)
 
 
 def reason_against(dtype: torch.dtype, q: torch.Tensor, mix: torch.Tensor | None) -> str | None:

@@ -57,12 +57,9 @@ def triton_scan(inputs: ScanInputs, options: ScanOptions) -> ScanResult:
         results = _TritonScan.apply(options, precision, *flat)
     else:
         results, _ = _forward(ScanInputs.unflatten(flat, options.depth), options, precision, keep=False)
-    output, *state = results
-    surprise = state.pop()[..., :b] if options.surprise else None
-    if not options.write:
-        state = [*inputs.weights, *inputs.momentum]
-    output = output[:, :, b - b_q : b].to(dtype)
-    return ScanResult(output, tuple(state[: options.depth]), tuple(state[options.depth :]), surprise)
+    result = ScanResult.of(results, inputs, options)
+    surprise = None if result.surprise is None else result.surprise[..., :b]
+    return result._replace(output=result.output[:, :, b - b_q : b].to(dtype), surprise=surprise)
 
 
 def reason_against(

@@ -34,8 +34,13 @@ def read_memory(
     network = InnerNetwork(residual, *norm, norm_eps, Products(product_dtype(q, dtype), dtype))
     # As in the op: products with a state in float32 are not to be taken in a lower precision.
     with torch.autocast(q.device.type, enabled=False):
-        x = z = q.to(dtype).transpose(1, 2)
-        for layer, w in enumerate(weights):
-            z = network.products.matmul(gelu(z) if layer else z, w.to(dtype))
-        output, _ = output_of(network, x, z)
+        output = read_network(network, [w.to(dtype) for w in weights], q.to(dtype).transpose(1, 2))
     return output.transpose(1, 2).to(q.dtype)
+
+
+def read_network(network: InnerNetwork, weights: Sequence[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """M_W(x) of x (B, H, T, D) in the weights' dtype; M is of H heads: LN's parameters are (H, 1, D) or None."""
+    z = x
+    for layer, w in enumerate(weights):
+        z = network.products.matmul(gelu(z) if layer else z, w)
+    return output_of(network, x, z)[0]

@@ -5,6 +5,7 @@
 Shapes: N chunks, G rows times heads, b tokens in a chunk of which b_q are read, D head dimension, K kept weights.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -127,3 +128,12 @@ class ScanResult(NamedTuple):
     weights: tuple[torch.Tensor, ...]
     momentum: tuple[torch.Tensor, ...]
     surprise: torch.Tensor | None
+
+    @classmethod
+    def of(cls, results: Sequence[torch.Tensor], inputs: "ScanInputs", options: "ScanOptions") -> "ScanResult":
+        """From [output, weights and momentum (if written), surprise (if asked for)]."""
+        output, *state = results
+        surprise = state.pop() if options.surprise else None
+        if not options.write:
+            state = [*inputs.weights, *inputs.momentum]
+        return cls(output, tuple(state[: options.depth]), tuple(state[options.depth :]), surprise)

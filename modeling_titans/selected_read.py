@@ -11,6 +11,7 @@ sorted, N blocks of b places, D head dimension.
 """
 
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -157,33 +158,39 @@ class _SelectedRead(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, output_bar):
-        q, shares, norm_weight, norm_bias, *rest = ctx.saved_tensors
-        network, num_heads, *blocks = ctx.facts
-        network = network._replace(norm_weight=norm_weight, norm_bias=norm_bias)
-        selection, weights = Selection(*rest[:3], *blocks), rest[3:]
-        q, output_bar = (_with_none(t, selection) for t in (q, output_bar))
-        share = _by_place(shares, selection)
-        x_bar, share_bar = _places(q, selection), _places(share, selection)
-        weights_bar = [torch.zeros_like(w) for w in weights]
-        norm_bar = [None if t is None else torch.zeros_like(t) for t in (norm_weight, norm_bias)]
-        for part in _parts(network, num_heads, selection, weights, q):
-            token = selection.token[part.at]
-            x, bar = (t.index_select(0, token).unflatten(0, (part.number, -1)) for t in (q, output_bar))
-            given = answers(part.network, part.layers, x)
-            share_bar[part.at, 0] = torch.linalg.vecdot(given.output, bar).flatten()
-            bar = bar.mul_(share[part.at].unflatten(0, (part.number, -1)))
-            alone = isinstance(part.memory, slice)
-            layers_bar = [t[part.memory] for t in weights_bar] if alone else [torch.zeros_like(w) for w in part.layers]
-            adjoint = answers_adjoint(part.network, part.layers, given, bar, layers_bar)
-            x_bar[part.at] = adjoint.x.flatten(0, 1)
-            if not alone:
-                for total, layer_bar in zip(weights_bar, layers_bar, strict=True):
-                    _add_to(total, part.memory, layer_bar)
-            if norm_weight is not None:
-                _add_to(norm_bar[0], part.head, adjoint.norm_weight)
-                _add_to(norm_bar[1], part.head, adjoint.norm_bias)
-        q_bar, shares_bar = _by_token(x_bar, selection, shares), share_bar[selection.place].view(shares.shape)
-        return None, None, None, q_bar, shares_bar, *norm_bar, *weights_bar
+        # Whoever calls it: a state in float32 is differentiated in float32.
+        with torch.autocast(output_bar.device.type, enabled=False):
+            return _gradients(ctx, output_bar)
+
+
+def _gradients(ctx, output_bar: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    q, shares, norm_weight, norm_bias, *rest = ctx.saved_tensors
+    network, num_heads, *blocks = ctx.facts
+    network = network._replace(norm_weight=norm_weight, norm_bias=norm_bias)
+    selection, weights = Selection(*rest[:3], *blocks), rest[3:]
+    q, output_bar = (_with_none(t, selection) for t in (q, output_bar))
+    share = _by_place(shares, selection)
+    x_bar, share_bar = _places(q, selection), _places(share, selection)
+    weights_bar = [torch.zeros_like(w) for w in weights]
+    norm_bar = [None if t is None else torch.zeros_like(t) for t in (norm_weight, norm_bias)]
+    for part in _parts(network, num_heads, selection, weights, q):
+        token = selection.token[part.at]
+        x, bar = (t.index_select(0, token).unflatten(0, (part.number, -1)) for t in (q, output_bar))
+        given = answers(part.network, part.layers, x)
+        share_bar[part.at, 0] = torch.linalg.vecdot(given.output, bar).flatten()
+        bar = bar.mul_(share[part.at].unflatten(0, (part.number, -1)))
+        alone = isinstance(part.memory, slice)
+        layers_bar = [t[part.memory] for t in weights_bar] if alone else [torch.zeros_like(w) for w in part.layers]
+        adjoint = answers_adjoint(part.network, part.layers, given, bar, layers_bar)
+        x_bar[part.at] = adjoint.x.flatten(0, 1)
+        if not alone:
+            for total, layer_bar in zip(weights_bar, layers_bar, strict=True):
+                _add_to(total, part.memory, layer_bar)
+        if norm_weight is not None:
+            _add_to(norm_bar[0], part.head, adjoint.norm_weight)
+            _add_to(norm_bar[1], part.head, adjoint.norm_bias)
+    q_bar, shares_bar = _by_token(x_bar, selection, shares), share_bar[selection.place].view(shares.shape)
+    return None, None, None, q_bar, shares_bar, *norm_bar, *weights_bar
 
 
 class _Part(NamedTuple):
@@ -210,7 +217,7 @@ def _parts(network: InnerNetwork, num_heads: int, selection: Selection, weights,
     if selection.runs is not None:
         for m, begin, stop in selection.runs:
             memory, head = slice(m, m + 1), slice(m % num_heads, m % num_heads + 1)
-            own, layers = _own(network, head), [w[memory].to(q.device) for w in weights]
+            own, layers = network.map_norm(itemgetter(head)), [w[memory].to(q.device) for w in weights]
             size = -(-(stop - begin) // -(-(stop - begin) // elements))
             for first in range(begin, stop, size):
                 yield _Part(slice(first, min(first + size, stop)), 1, memory, head, own, layers)
@@ -222,13 +229,7 @@ def _parts(network: InnerNetwork, num_heads: int, selection: Selection, weights,
         head = memory % num_heads
         at = slice(first * size, (first + memory.shape[0]) * size)
         layers = [_taken(w, memory, q.device) for w in weights]
-        yield _Part(at, memory.shape[0], memory, head, _own(network, head), layers)
-
-
-def _own(network: InnerNetwork, head: slice | torch.Tensor) -> InnerNetwork:
-    if network.norm_weight is None:
-        return network
-    return network._replace(norm_weight=network.norm_weight[head], norm_bias=network.norm_bias[head])
+        yield _Part(at, memory.shape[0], memory, head, network.map_norm(itemgetter(head)), layers)
 
 
 def _taken(weights: torch.Tensor, memory: torch.Tensor, device) -> torch.Tensor:

@@ -121,3 +121,29 @@ def test_few_tokens_read_alike(tensors, few):
         q, parts = (t[:, at].transpose(1, 2).flatten(0, 1) for t in (tensors["q"], everywhere))
         actual = kept_read.read_kept(q, parts, weights, network_of(tensors, B), [(0, few)] * K)
         assert_close("of all", actual.unflatten(0, (B, H)).transpose(1, 2), expected, 1e-10)
+
+
+@pytest.mark.parametrize("which", ["all", "selected"])
+def test_gradients_taken_under_autocast_are_not_rounded(tensors, which):
+    """As those of the op: a state in float32 is differentiated in float32."""
+    leaves = {name: t.detach().float().requires_grad_() for name, t in tensors.items()}
+    wanted = select()
+    shares, everywhere = selected(leaves, wanted)
+    network = network_of(leaves)._replace(products=Products(None, torch.float32))
+    weights = [leaves["w0"], leaves["w1"]]
+    if which == "all":
+        network = network.map_norm(lambda t: t.repeat(B, 1, 1))
+        q, parts = (t.transpose(1, 2).flatten(0, 1) for t in (leaves["q"], everywhere))
+        output = kept_read.read_kept(q, parts, weights, network, [(0, T)] * K)
+    else:
+        output = selected_read.read_selected(leaves["q"], shares, wanted, weights, network)
+    names = ["q", "shares", "w0", "w1"]
+
+    def differentiate():
+        return torch.autograd.grad(output.sum(), [leaves[name] for name in names], retain_graph=True)
+
+    expected = differentiate()
+    with torch.autocast("cpu", torch.bfloat16):
+        actual = differentiate()
+    for name, one, other in zip(names, actual, expected, strict=True):
+        assert torch.equal(one, other), name
