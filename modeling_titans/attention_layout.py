@@ -19,6 +19,8 @@ from .token_layout import TensorTable, TokenDocuments, columns_by_place, take, t
 FLASH = ("flash_attention_2", "flash_attention_3")
 # Implementations that take a mask of numbers to add to the scores; the others take True for visible.
 ADDITIVE = ("eager", "flex_attention")
+# Queries of a segment that sdpa is given at once: no key behind them need be read.
+QUERIES = 128
 
 
 @dataclass(frozen=True)
@@ -68,8 +70,10 @@ class AttentionLayout(TensorTable):
         mask: (B, T) real tokens, or None if all are.
         attention_mask: what the implementation is given: (B or 1, 1, T, keys), or with blocks (B * N, 1, W, keys), for
             rows that are alike (N, 1, W, keys), or None for flash-attn. The keys are persistent tokens, then kept and
-            new keys, the latter two once more where there are retrieved tokens beside them.
+            new keys; where there are retrieved tokens beside them each of ``parts`` is there twice.
         blocks, sequences: for the implementations that need them.
+        parts: lengths, of K + T in all. With several, kept keys are in the first one, and the new ones of each part
+            are read by its own and later parts' queries only.
         num_kept: K.
         kept_source: (B, K') places in [kept, columns, one of zeros] of the keys to keep; None: the last ones.
         kept_count: their number, as ``count``.
@@ -82,6 +86,7 @@ class AttentionLayout(TensorTable):
     attention_mask: torch.Tensor | None
     blocks: Blocks | None
     sequences: Sequences | None
+    parts: tuple[int, ...]
     kept_source: torch.Tensor | None
     kept_count: int | torch.Tensor
 
@@ -122,13 +127,20 @@ class AttentionLayout(TensorTable):
         else:
             rows = _Rows.of(mask, documents, window, count, num_kept)
         blocks, sequences, attention_mask = None, None, None
+        parts = (num_kept + shape[1],)
+        if is_segment and implementation == "sdpa" and not torch.compiler.is_compiling():
+            parts = _parts(num_kept, shape[1])
         if implementation in FLASH:
             sequences = rows.sequences()
         else:
             if implementation != "eager" and shape[1] > window:
                 blocks = rows.blocks()
             visible = rows.visible() if blocks is None else rows.visible_in(blocks)
-            attention_mask = _with_prefix(visible, num_persistent, 2 if is_segment else 1)
+            prefix = visible.new_ones(*visible.shape[:-1], num_persistent)
+            attention_mask = torch.cat([prefix, visible], -1)
+            if is_segment:
+                attention_mask = torch.cat([prefix, interleave(visible, visible, parts, -1)], -1)
+            attention_mask = attention_mask.unsqueeze(1)
             if implementation in ADDITIVE:
                 attention_mask = torch.zeros_like(attention_mask, dtype=torch.float32).masked_fill(
                     ~attention_mask, float("-inf")
@@ -136,7 +148,7 @@ class AttentionLayout(TensorTable):
                 if blocks is None:
                     attention_mask = attention_mask.expand(shape[0], -1, -1, -1)
         source, kept = rows.kept(is_segment, kept_later)
-        return cls(window, count, num_kept, mask, attention_mask, blocks, sequences, source, kept)
+        return cls(window, count, num_kept, mask, attention_mask, blocks, sequences, parts, source, kept)
 
     def keep(self, keys: torch.Tensor) -> torch.Tensor:
         """(B, heads, K + T, D) kept and new keys or values -> (B, heads, K', D): those that later calls need."""
@@ -259,10 +271,17 @@ class _Rows:
         return torch.where(exists, source, self.num_kept + num_columns), count
 
 
-def _with_prefix(visible: torch.Tensor, num_persistent: int, copies: int) -> torch.Tensor:
-    """(B, T, keys) -> (B, 1, T, P + copies * keys)."""
-    prefix = visible.new_ones(*visible.shape[:-1], num_persistent)
-    return torch.cat([prefix, *[visible] * copies], -1).unsqueeze(1)
+def interleave(one: torch.Tensor, other: torch.Tensor, parts: tuple[int, ...], dim: int) -> torch.Tensor:
+    """The first ``parts[0]`` places of ``one`` along ``dim``, those of ``other``, the next ``parts[1]``, and so on."""
+    pairs = zip(one.split(parts, dim), other.split(parts, dim), strict=True)
+    return torch.cat([part for pair in pairs for part in pair], dim)
+
+
+def _parts(num_kept: int, num_columns: int) -> tuple[int, ...]:
+    """K kept and T new keys, cut at every `QUERIES` of the latter."""
+    begins = range(0, num_columns, QUERIES)
+    lengths = [min(QUERIES, num_columns - begin) for begin in begins]
+    return num_kept + lengths[0], *lengths[1:]
 
 
 def _borders(length: torch.Tensor) -> torch.Tensor:

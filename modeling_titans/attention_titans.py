@@ -10,6 +10,7 @@ tokens there, and unit vectors as those tokens' keys.
 Shapes: B rows, T tokens, H query heads, G key heads, D head dimension, K kept keys, P persistent tokens.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
 
-from .attention_layout import FLASH, AttentionLayout, Blocks
+from .attention_layout import FLASH, AttentionLayout, Blocks, interleave
 from .configuration_titans import TitansConfig
 from .layer_state import AttentionState
 from .merged_flash_attention import AttentionPart, merged_flash_attention
@@ -259,13 +260,12 @@ class TitansAttention(nn.Module):
 
     def _masked(self, heads: _Heads, layout: AttentionLayout, implementation: str):
         """Through transformers' attention interface; returns the output (B, T, H, D) and weights or None."""
-        dropout = self.attention_dropout if self.training else 0.0
         query, keys, values = heads.query, heads.keys, heads.values
         if layout.blocks is not None:
             query, keys, values = _to_blocks(query, keys, values, layout.blocks)
         if heads.retrieved_keys is not None:
-            keys = torch.cat([keys, heads.retrieved_keys], 2)
-            values = torch.cat([values, heads.retrieved_values], 2)
+            keys = interleave(keys, heads.retrieved_keys, layout.parts, 2)
+            values = interleave(values, heads.retrieved_values, layout.parts, 2)
         num_persistent = 0
         if heads.persistent_keys is not None:
             num_persistent = heads.persistent_keys.shape[1]
@@ -273,18 +273,18 @@ class TitansAttention(nn.Module):
             if layout.blocks is not None:
                 scores = _queries_to_blocks(scores, layout.blocks)
             query, keys, values = _prepend(query, keys, values, scores, heads.persistent_values)
-        attention = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
-        output, weights = attention(
+        attention = functools.partial(
+            ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward),
             self,
-            query,
-            keys,
-            values,
-            layout.attention_mask,
-            dropout=dropout,
+            dropout=self.attention_dropout if self.training else 0.0,
             scaling=self.scaling,
             num_persistent=num_persistent,
             query_mask=layout.mask,
         )
+        if len(layout.parts) == 1:
+            output, weights = attention(query, keys, values, layout.attention_mask)
+        else:
+            output, weights = _by_part(attention, query, keys, values, layout, num_persistent), None
         output = output[..., : self.head_dim]
         if layout.blocks is not None:
             output = _from_blocks(output, layout.blocks, (heads.query.shape[0], heads.query.shape[2]))
@@ -324,6 +324,17 @@ class TitansAttention(nn.Module):
             whole = output.new_zeros(shape[0] * shape[1], *output.shape[1:])
             output = whole.index_copy(0, table.queries, output)
         return output.view(shape)
+
+
+def _by_part(attention, query, keys, values, layout: AttentionLayout, num_persistent: int) -> torch.Tensor:
+    """A segment's attention (B, T, H, D), in which the queries of each part are given the keys up to its end."""
+    outputs, begin, end, number = [], 0, -layout.num_kept, num_persistent
+    for length in layout.parts:
+        end, number = end + length, number + 2 * length
+        mask = layout.attention_mask[:, :, begin:end, :number]
+        outputs.append(attention(query[:, :, begin:end], keys[:, :, :number], values[:, :, :number], mask)[0])
+        begin = end
+    return torch.cat(outputs, 1)
 
 
 def _prepend(query, keys, values, scores, persistent_values):

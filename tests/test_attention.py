@@ -9,7 +9,7 @@ import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from titans_testing import TOLERANCE, assert_close, logits_of, parameter_gradients, random_ids, tiny_config
-from transformers_titans import TitansCache, TitansForCausalLM
+from transformers_titans import TitansCache, TitansForCausalLM, attention_layout
 from variant_oracle import VARIANTS, variant_model
 
 
@@ -31,6 +31,12 @@ def flex_attention_as_it_is():
     """transformers compiles flex_attention, for minutes on a CPU; what is asked of it here is the same eagerly."""
     with torch.compiler.set_stance("force_eager"):
         yield
+
+
+@pytest.fixture(autouse=True)
+def few_queries_at_once(monkeypatch):
+    """Segments as short as those here are then read in several parts too."""
+    monkeypatch.setattr(attention_layout, "QUERIES", 2)
 
 
 def model_with(implementation: str, variant: str, **overrides):
@@ -97,6 +103,32 @@ def test_implementations_agree_with_a_cache(variant, implementation, size):
     parts = zip(ids.split(size, 1), MASK.split(size, 1), strict=True)
     logits = torch.cat([logits_of(model, part, cache=cache, attention_mask=mask) for part, mask in parts], 1)
     assert_close("logits", logits[MASK.bool()], expected[MASK.bool()], TOLERANCE[F64])
+
+
+@pytest.mark.parametrize("size", [1, 4, 7, 23])
+def test_no_query_of_a_segment_is_given_keys_far_behind_it(size, monkeypatch):
+    model, ids = model_with("sdpa", "mac", dtype=F64, num_hidden_layers=1), random_ids(2, 23)
+    sdpa, given = ALL_ATTENTION_FUNCTIONS["sdpa"], []
+
+    def count(module, query, key, value, mask, **kwargs):
+        given.append((query.shape[2], key.shape[2]))
+        return sdpa(module, query, key, value, mask, **kwargs)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", count)
+    cache = TitansCache(model.config)
+    logits = torch.cat([logits_of(model, part, cache=cache) for part in ids.split(size, 1)], 1)
+    assert_close("logits", logits, logits_of(model_with("eager", "mac", dtype=F64, num_hidden_layers=1), ids), 1e-9)
+    persistent, length = model.config.num_persistent_tokens, model.config.segment_length
+    expected = []
+    for begin in range(0, 23, size):
+        end = min(begin + size, 23)
+        while begin < end:
+            border = min(end, begin - begin % length + length)
+            for first in range(begin, border, 2):
+                last = min(first + 2, border)
+                expected.append((last - first, persistent + 2 * ((last - 1) % length + 1)))
+            begin = border
+    assert given == expected
 
 
 @pytest.mark.parametrize("window", [1, 2, 5, 8])
