@@ -1,6 +1,7 @@
 # Copyright 2026 The transformers-titans authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A scan that hands out the memory at the ends of segments (Memory Caching, section 3), by any backend's scan.
+"""A scan that hands out the memory at the ends of segments (Memory Caching, section 3), by any backend's scan: for
+backends whose scan does not do so itself, and for segments that begin anew or are read while the scan goes on.
 
 Shapes: N chunks, G rows times heads, J chunks behind which a segment ends, m chunks in a segment.
 """
