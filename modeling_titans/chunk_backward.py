@@ -63,7 +63,12 @@ class _Unread(NamedTuple):
 
 
 def scan_backward(
-    inputs: ScanInputs, options: ScanOptions, starts: list[list[torch.Tensor]], output_bar: torch.Tensor, state_bar
+    inputs: ScanInputs,
+    options: ScanOptions,
+    starts: list[list[torch.Tensor]],
+    output_bar: torch.Tensor,
+    state_bar: list[torch.Tensor] | None,
+    kept_bar: list[torch.Tensor],
 ) -> list[torch.Tensor | None]:
     """Gradients of `ScanInputs.flatten()`.
 
@@ -71,6 +76,7 @@ def scan_backward(
         starts: what `scan_forward` kept.
         output_bar: (N, G, b_q, D).
         state_bar: gradients of the weights and of the momentum behind the last chunk, or None: nothing was written.
+        kept_bar: gradients of the weights handed out, per layer (J, G, D_in, D_out), or [].
     """
     scan, depth = Scan(inputs, options), options.depth
     if state_bar is None:
@@ -80,6 +86,10 @@ def scan_backward(
     tokens = [torch.empty_like(t) for t in (*list(inputs)[:6], inputs.mix) if t is not None]
     sums: list[list[torch.Tensor]] = [[], [], [], []]
     for at, span_starts in zip(reversed(spans_of(inputs, options)), reversed(starts), strict=True):
+        if at.stop - 1 in options.ends:
+            number = options.ends.index(at.stop - 1)
+            for pair, bar, ended_bar in zip(scan.pairs, state_bar, kept_bar, strict=True):
+                pair.weights(bar).add_(ended_bar[number])
         span = take_span(inputs, options, at)
         grads = as_asked(backward_span, *span)(*span, span_starts, output_bar[at], state_bar)
         for store, bar in zip(tokens, grads.tokens, strict=True):

@@ -7,6 +7,7 @@ dimension. A layer's state is the pair X that `state_pair` describes.
 """
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -56,6 +57,13 @@ class Scan:
         halves += [pair.momentum(x) for pair, x in zip(self.pairs, state, strict=True)]
         return [half.contiguous() for half in halves]
 
+    def room_for_kept(self) -> list[torch.Tensor]:
+        """Per layer (J, G, D_in, D_out), that lies as the pairs' halves do."""
+        number, room = len(self.options.ends), []
+        for pair, w in zip(self.pairs, self.inputs.weights, strict=True):
+            room.append(pair.oriented(w.new_empty(number, w.shape[0], *pair.oriented(w).shape[-2:])))
+        return room
+
     def coefficients(self) -> ChunkCoefficients:
         gates = (self.inputs.theta, self.inputs.alpha, self.inputs.eta)
         sliding = self.options.rule.sliding
@@ -72,13 +80,19 @@ class Scan:
 
 
 def spans_of(inputs: ScanInputs, options: ScanOptions) -> list[slice]:
-    """The chunks of each span; one, where it is compiled: every span is then alike, and soon compiled."""
+    """The chunks of each span; one, where it is compiled: every span is then alike, and soon compiled. Where weights
+    are handed out a span ends."""
     num_chunks, rows, length = inputs.k.shape[:3]
     size = 1 if options.compiled else ACCELERATOR_CHUNKS
     if inputs.k.device.type == "cpu":
         width = max(w.shape[-1] for w in inputs.weights)
         size = min(max(CPU_ELEMENTS // (rows * length * width), 1), size)
-    return [slice(begin, min(begin + size, num_chunks)) for begin in range(0, num_chunks, size)]
+    borders = sorted({0, *(chunk + 1 for chunk in options.ends), num_chunks})
+    return [
+        slice(first, min(first + size, stop))
+        for begin, stop in itertools.pairwise(borders)
+        for first in range(begin, stop, size)
+    ]
 
 
 def as_asked(function: Callable, inputs: ScanInputs, options: ScanOptions) -> Callable:
@@ -126,10 +140,11 @@ def scan_forward(inputs: ScanInputs, options: ScanOptions, keep: bool):
     """Span by span, so that what a span needs in between does not grow with the number of chunks.
 
     Returns:
-        [output, weights and momentum (if written), surprise (if asked for)], and with ``keep`` for each span the pairs
-        at its chunks' starts, per layer (n, G, 2 * narrow, wide).
+        [output, weights and momentum (if written), weights handed out, surprise (if asked for)], and with ``keep`` for
+        each span the pairs at its chunks' starts, per layer (n, G, 2 * narrow, wide).
     """
     scan, spans = Scan(inputs, options), spans_of(inputs, options)
+    ended = scan.room_for_kept() if options.ends else []
     state = scan.join(inputs.weights, inputs.momentum)
     outputs, surprises, kept = [], [], []
     for at in spans:
@@ -140,9 +155,13 @@ def scan_forward(inputs: ScanInputs, options: ScanOptions, keep: bool):
         surprises.append(surprise)
         if keep:
             kept.append(starts)
+        if at.stop - 1 in options.ends:
+            number = options.ends.index(at.stop - 1)
+            for room, pair, x in zip(ended, scan.pairs, state, strict=True):
+                room[number] = pair.weights(x)
     results = [outputs[0] if len(outputs) == 1 else torch.cat(outputs)]
     if options.write:
-        results += scan.split(state)
+        results += scan.split(state) + ended
     if options.surprise:
         results.append(torch.cat(surprises))
     return results, kept

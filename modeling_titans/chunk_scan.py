@@ -30,7 +30,8 @@ def chunk_scan(inputs: ScanInputs, options: ScanOptions) -> ScanResult:
             of which a mixture with the running ones is read, and ``mix`` (N, G, b_q, 1 + K) its shares, that of the
             running weights first, or None: these alone are read. What is written does not depend on them.
         options: ``write``: whether chunks update the state at all (if not, N must be 1); ``restart_at``: the chunks
-            in which ``restart`` holds anywhere; ``surprise``: whether to return the inner losses.
+            in which ``restart`` holds anywhere; ``surprise``: whether to return the inner losses; ``ends``: the chunks
+            behind which weights are handed out, before anything restarts.
 
     Returns:
         The result, differentiable in every floating-point input except through ``surprise``.
@@ -66,5 +67,6 @@ class _ChunkScan(torch.autograd.Function):
         inputs, starts = ScanInputs.unflatten(saved, depth), saved[ScanInputs.num_tensors(depth) :]
         starts = [list(starts[i : i + depth]) for i in range(0, len(starts), depth)]
         state_bar = list(rest[: 2 * depth]) if options.write else None
+        kept_bar = list(rest[2 * depth : 3 * depth]) if options.ends else []
         with torch.autocast(output_bar.device.type, enabled=False):
-            return None, *scan_backward(inputs, options, starts, output_bar, state_bar)
+            return None, *scan_backward(inputs, options, starts, output_bar, state_bar, kept_bar)

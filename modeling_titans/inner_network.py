@@ -25,6 +25,8 @@ from .state_pair import Products
 # gelu(z) = z sigmoid(w), w = z (_LINEAR + _CUBIC z^2): the tanh form, with one sigmoid where tanh costs several.
 _LINEAR = 2 * math.sqrt(2.0 / math.pi)
 _CUBIC = 0.044715 * _LINEAR
+# y s (1 - s) in one pass.
+_sigmoid_backward = torch.ops.aten.sigmoid_backward
 
 
 class InnerNetwork(NamedTuple):
@@ -111,14 +113,14 @@ def gelu_alone(z: torch.Tensor) -> Hidden:
 def gelu_and_slope(z: torch.Tensor) -> Hidden:
     """gelu(z) and gelu'(z)."""
     s = _gate(z)
-    s_slope = torch.addcmul(s, s, s, value=-1).mul_(_gate_slope(z))
+    s_slope = _sigmoid_backward(_gate_slope(z), s)
     return Hidden(z * s, torch.addcmul(s, z, s_slope), None)
 
 
 def gelu_slope_and_curvature(z: torch.Tensor) -> Hidden:
     """gelu(z), gelu'(z) and gelu''(z)."""
     s, w_slope = _gate(z), _gate_slope(z)
-    s_slope = torch.addcmul(s, s, s, value=-1).mul_(w_slope)
+    s_slope = _sigmoid_backward(w_slope, s)
     value, slope = z * s, torch.addcmul(s, z, s_slope)
     # gelu'' = 2 s' + z s'' with s'' = s' ((1 - 2 s) w' + w'' / w'), and z w'' = 2 (w' - _LINEAR).
     bend = torch.addcmul(w_slope, w_slope, s, value=-2).mul_(z)
@@ -128,12 +130,17 @@ def gelu_slope_and_curvature(z: torch.Tensor) -> Hidden:
 
 def _gate(z: torch.Tensor) -> torch.Tensor:
     """sigmoid(w)."""
-    return (z * z).mul_(_CUBIC).add_(_LINEAR).mul_(z).sigmoid_()
+    return _parabola(z, _CUBIC).mul_(z).sigmoid_()
 
 
 def _gate_slope(z: torch.Tensor) -> torch.Tensor:
     """w'."""
-    return (z * z).mul_(3 * _CUBIC).add_(_LINEAR)
+    return _parabola(z, 3 * _CUBIC)
+
+
+def _parabola(z: torch.Tensor, square: float) -> torch.Tensor:
+    """_LINEAR + square z^2, in one pass."""
+    return torch.addcmul(z.new_full((), _LINEAR), z, z, value=square)
 
 
 def output_of(network: InnerNetwork, x: torch.Tensor, f: torch.Tensor) -> tuple[torch.Tensor, Normalized | None]:
@@ -141,8 +148,15 @@ def output_of(network: InnerNetwork, x: torch.Tensor, f: torch.Tensor) -> tuple[
     norm = None
     if network.norm_weight is not None:
         norm = Normalized.of(f, network.norm_eps)
-        f = norm.x_hat * network.norm_weight + network.norm_bias
-    return (x + f if network.residual else f), norm
+        f = norm.x_hat
+    return answer_of(network, x, f), norm
+
+
+def answer_of(network: InnerNetwork, x: torch.Tensor, f: torch.Tensor) -> torch.Tensor:
+    """M(x) from LN's x_hat, or without LN from the last layer's result."""
+    if network.norm_weight is not None:
+        f = f * network.norm_weight + network.norm_bias
+    return x + f if network.residual else f
 
 
 def inner_gradient(

@@ -148,7 +148,7 @@ def compare(u: torch.Tensor, keys: torch.Tensor, mean: torch.Tensor, total: torc
     """Scores of u (B, T, H, D) with ``keys`` (B, K, H, D) and with the running segments' means (B, T or 1, H, D)."""
     scale = 1 / math.sqrt(u.shape[-1])
     running = torch.linalg.vecdot(u, mean) * scale
-    return Relevance(torch.einsum("bthd,bkhd->bthk", u, keys) * scale, running, keys, total)
+    return Relevance(torch.einsum("bthd,bkhd->bthk", u, keys * scale), running, keys, total)
 
 
 def _means(sums: torch.Tensor, kept: KeptMemories, plan: KeptPlan) -> torch.Tensor:
@@ -203,12 +203,15 @@ def gated_shares(
         allowed, runs: as for `equal_shares`.
         top_k: how many of the kept ones are read, those of the largest r; None: all.
     """
-    scores = scores.masked_fill(~allowed.unsqueeze(2), -math.inf)
-    index = None
+    allowed, index = allowed.unsqueeze(2), None
     if top_k is not None:
         number = scores.shape[-1]
-        scores, index = scores.topk(min(top_k, number), sorted=False)
-        index = torch.where(scores > -math.inf, index, number)
+        # Apart from autograd, which knows no gradient of what is not chosen, and keeps nothing of the mask.
+        masked = torch.where(allowed, scores.detach(), -math.inf)
+        chosen = masked.topk(min(top_k, number), sorted=False).indices
+        scores, allowed = scores.gather(3, chosen), allowed.expand_as(scores).gather(3, chosen)
+        index = torch.where(allowed, chosen, number)
+    scores = scores.masked_fill(~allowed, -math.inf)
     running = running.masked_fill(~runs.unsqueeze(-1), -math.inf)
     shares = torch.cat([running.unsqueeze(-1), scores], -1).softmax(-1)
     return Shares(shares[..., 0], shares[..., 1:], index)

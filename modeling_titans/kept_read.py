@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reading kept memories: sums of their answers, and their gradients (Memory Caching, eq. 7, 9 and 17).
 
-Both reads keep their arguments alone and compute the answers again in the backward: what a long text costs in memory
-does not grow with the number of memories that a token reads.
+Where all memories are read the arguments alone are kept, and the answers computed again in the backward: what a long
+text costs in memory does not grow with the number of memories that a token reads.
 
 Shapes: G rows times heads, T tokens, D head dimension, K kept memories.
 """
@@ -46,12 +46,20 @@ def answers(
     activate: Callable[[torch.Tensor], Hidden] = gelu_and_slope,
 ) -> Answers:
     """M_W(x) at weights (G, D_in, D_out) per layer; where there is neither adjoint nor autograd, `gelu_alone` does."""
-    products, inputs, hidden = network.products, [x], []
-    for w in weights[:-1]:
-        hidden.append(activate(products.mm(inputs[-1], w)))
-        inputs.append(hidden[-1].value)
-    output, norm = output_of(network, x, products.mm(inputs[-1], weights[-1]))
+    inputs, hidden = hidden_layers(network, weights, x, activate)
+    output, norm = output_of(network, x, network.products.mm(inputs[-1], weights[-1]))
     return Answers(output, inputs, hidden, norm)
+
+
+def hidden_layers(
+    network: InnerNetwork, weights: Sequence[torch.Tensor], x: torch.Tensor, activate: Callable[[torch.Tensor], Hidden]
+) -> tuple[list[torch.Tensor], list[Hidden]]:
+    """The inputs of all layers, and the hidden ones' activations."""
+    inputs, hidden = [x], []
+    for w in weights[:-1]:
+        hidden.append(activate(network.products.mm(inputs[-1], w)))
+        inputs.append(hidden[-1].value)
+    return inputs, hidden
 
 
 def answers_adjoint(

@@ -23,6 +23,8 @@ from .token_layout import TokenLayout
 
 # Scans that take every tensor in the state's dtype, and for which PyTorch reads open chunks.
 PLAIN_SCANS = (chunk_scan, compiled_chunk_scan, native_scan)
+# Scans that hand out weights at the ends of segments; the others are called segment by segment.
+SEGMENTING_SCANS = (chunk_scan, compiled_chunk_scan)
 
 
 class MemoryCall(NamedTuple):
@@ -75,16 +77,16 @@ def _alike_rows(call: MemoryCall) -> MemoryResult:
         tokens = [torch.cat(pair, 1) for pair in zip(state.pending, call.tokens, strict=True)]
     num_new, total = call.q.shape[1], tokens[0].shape[1]
     whole = total // b * b
-    reads, kept = [], []
+    reads, kept = [], ()
     if whole:
         # A lone chunk is read only where it is new; of several, the first one's pending tokens get idle queries.
         queries = [t[:, : num_new - (total - whole)] for t in _queries(call)]
         if whole > b and state.count:
             queries = [F.pad(t, (0, 0, 0, 0, state.count, 0)) for t in queries]
-        result, kept = _scan(call, state, queries, [t[:, :whole] for t in tokens], whole // b, write=True)
-        state = MemoryState(result.weights, result.momentum, state.pending, state.count)
+        result = _scan(call, state, queries, [t[:, :whole] for t in tokens], whole // b, write=True)
+        kept, state = result.kept, MemoryState(result.weights, result.momentum, state.pending, state.count)
         reads.append(_columns_of(result, call))
-    new = stack_kept(kept, call)
+    new = handed_out(kept, call)
     if call.kept is not None and kept:
         call = call._replace(kept=tuple(torch.cat(pair, 1) for pair in zip(call.kept, new, strict=True)))
     # What a state keeps is its own: neither the caller's tensors nor the memory of a whole sequence.
@@ -96,7 +98,7 @@ def _alike_rows(call: MemoryCall) -> MemoryResult:
             output, surprise, chunk = _read_open(call, state, *queries, rest)
             reads.append((output, surprise))
         else:
-            reads.append(_columns_of(_scan(call, state, queries, rest, 1, write=False)[0], call))
+            reads.append(_columns_of(_scan(call, state, queries, rest, 1, write=False), call))
     outputs, surprises = zip(*reads, strict=True)
     output = _joined(outputs)[:, -num_new:]
     surprise = _joined(surprises)[:, -num_new:] if call.output_surprise else None
@@ -162,7 +164,7 @@ def _read_one(call: MemoryCall) -> MemoryResult:
     )
     output = torch.where(real[:, None, None, None], read.output, 0)
     surprise = torch.where(real[:, None, None], read.surprise, 0) if call.output_surprise else None
-    return MemoryResult(output, state, surprise, stack_kept([], call))
+    return MemoryResult(output, state, surprise, handed_out((), call))
 
 
 def _network(call: MemoryCall) -> InnerNetwork:
@@ -185,26 +187,24 @@ def _slotted_rows(call: MemoryCall) -> MemoryResult:
     idle = call.q.shape[0], state.pending.k.shape[1]
     queries = [slots.to_slots(t.new_zeros(*idle, *t.shape[2:]), t) for t in _queries(call)]
     num_chunks = queries[0].shape[1] // call.chunk_size
-    result, kept = _scan(call, state, queries, tokens, num_chunks, write=num_chunks > 1 or not slots.stays_open)
+    result = _scan(call, state, queries, tokens, num_chunks, write=num_chunks > 1 or not slots.stays_open)
     pending = PendingTokens(*(slots.open_chunk(t) for t in tokens))
     state = MemoryState(result.weights, result.momentum, pending, slots.count)
     output, surprise = (t if t is None else slots.to_columns(t) for t in _columns_of(result, call))
-    return MemoryResult(output, state, surprise, stack_kept(kept, call))
+    return MemoryResult(output, state, surprise, handed_out(result.kept, call))
 
 
-def stack_kept(kept: Sequence[Sequence[torch.Tensor]], call: MemoryCall) -> tuple[torch.Tensor, ...] | None:
-    """J times (B, H, D_in, D_out) per layer -> per layer (B, J, H, D_in, D_out)."""
+def handed_out(kept: Sequence[torch.Tensor], call: MemoryCall) -> tuple[torch.Tensor, ...] | None:
+    """The weights ``kept`` at the ends of segments, per layer (B, J, H, D_in, D_out), or () where none ended."""
     if call.segments is None:
         return None
-    if not kept:
-        return tuple(w.new_zeros(w.shape[0], 0, *w.shape[1:]) for w in call.state.weights)
-    return tuple(torch.stack(layer, 1) for layer in zip(*kept, strict=True))
+    return tuple(kept) or tuple(w.new_zeros(w.shape[0], 0, *w.shape[1:]) for w in call.state.weights)
 
 
-def _scan(call: MemoryCall, state: MemoryState, queries, tokens, num_chunks: int, write: bool):
+def _scan(call: MemoryCall, state: MemoryState, queries, tokens, num_chunks: int, write: bool) -> ScanResult:
     """Scans ``num_chunks`` chunks of tokens (B, num_chunks * b, H, ...); queries may cover only the last of them.
 
-    Returns the result, and the weights (B, H, D_in, D_out) by layer at the end of each segment.
+    Returns the result with the state by row, (B, H, D_in, D_out) by layer, and (B, J, H, D_in, D_out) what is kept.
     """
     slots, batch_size = call.layout.slots, call.q.shape[0]
     start = call.start_state
@@ -237,19 +237,21 @@ def _scan(call: MemoryCall, state: MemoryState, queries, tokens, num_chunks: int
         mix=mix[0] if mix else None,
     )
     facts = (len(state.weights), call.residual, call.norm_eps, write, restart_at, call.output_surprise)
-    result, kept = _run(call, inputs, ScanOptions(*facts, call.products, rule=call.rule))
+    result = _run(call, inputs, ScanOptions(*facts, call.products, rule=call.rule))
 
     def by_row(layers) -> tuple[torch.Tensor, ...]:
         return tuple(w.unflatten(0, (batch_size, -1)) for w in layers)
 
-    result = result._replace(weights=by_row(result.weights), momentum=by_row(result.momentum))
-    return result, [by_row(layers) for layers in kept]
+    kept = tuple(w.unflatten(1, (batch_size, -1)).transpose(0, 1) for w in result.kept)
+    return result._replace(weights=by_row(result.weights), momentum=by_row(result.momentum), kept=kept)
 
 
-def _run(call: MemoryCall, inputs: ScanInputs, options: ScanOptions) -> tuple[ScanResult, list]:
+def _run(call: MemoryCall, inputs: ScanInputs, options: ScanOptions) -> ScanResult:
     segments = call.segments
     if segments is None or not segments.chunks or not options.write:
-        return call.scan(inputs, options), []
+        return call.scan(inputs, options)
+    if call.scan in SEGMENTING_SCANS and not segments.restarts and inputs.mix is None:
+        return call.scan(inputs, options._replace(ends=segments.chunks))
     start = None
     if segments.restarts:
         batch_size, start_state = call.q.shape[0], call.start_state

@@ -7,7 +7,7 @@ import math
 import torch
 
 from .inner_network import gelu
-from .memory_ops_chunked import MemoryCall, MemoryResult, stack_kept
+from .memory_ops_chunked import MemoryCall, MemoryResult, handed_out
 from .memory_state import MemoryState, PendingTokens
 
 
@@ -181,7 +181,8 @@ def recurrent_memory(call: MemoryCall) -> MemoryResult:
     pending, count = _stack_open_chunks(open_chunk, call)
     state = MemoryState(tuple(walk.anchor), tuple(walk.anchor_momentum), pending, count)
     surprise = torch.stack(surprises, 1) if call.output_surprise else None
-    return MemoryResult(torch.stack(outputs, 1), state, surprise, stack_kept(walk.ended, call))
+    kept = [torch.stack(layer, 1) for layer in zip(*walk.ended, strict=True)]
+    return MemoryResult(torch.stack(outputs, 1), state, surprise, handed_out(kept, call))
 
 
 def _chunk_of(call: MemoryCall, t: int) -> torch.Tensor:

@@ -40,7 +40,8 @@ class ScanOptions(NamedTuple):
     """Static facts of a scan: see `chunk_scan`.
 
     ``products``: what operands of matrix products are rounded to, or None for not at all; ``compiled``: whether spans
-    of whole chunks go through torch.compile; ``rule``: inner loss and coefficients.
+    of whole chunks go through torch.compile; ``rule``: inner loss and coefficients; ``ends``: the chunks, in order,
+    behind which the weights are handed out.
     """
 
     depth: int
@@ -52,10 +53,11 @@ class ScanOptions(NamedTuple):
     products: torch.dtype | None = None
     compiled: bool = False
     rule: Rule = RULES["titans"]
+    ends: tuple[int, ...] = ()
 
     def of_chunks(self, begin: int, end: int) -> "ScanOptions":
-        """Of a scan of the chunks begin..end - 1 alone."""
-        return self._replace(restart_at=frozenset(n - begin for n in self.restart_at if begin <= n < end))
+        """Of a scan of the chunks begin..end - 1 alone, which hands out no weights."""
+        return self._replace(restart_at=frozenset(n - begin for n in self.restart_at if begin <= n < end), ends=())
 
 
 class ScanInputs(NamedTuple):
@@ -122,18 +124,21 @@ class ScanInputs(NamedTuple):
 
 
 class ScanResult(NamedTuple):
-    """Output (N, G, b_q, D), the state behind the last chunk, and the inner losses (N, G, b) or None."""
+    """Output (N, G, b_q, D), the state behind the last chunk, the inner losses (N, G, b) or None, and the weights
+    that are handed out on the way, per layer (J, G, D_in, D_out), or () for none."""
 
     output: torch.Tensor
     weights: tuple[torch.Tensor, ...]
     momentum: tuple[torch.Tensor, ...]
     surprise: torch.Tensor | None
+    kept: tuple[torch.Tensor, ...] = ()
 
     @classmethod
     def of(cls, results: Sequence[torch.Tensor], inputs: "ScanInputs", options: "ScanOptions") -> "ScanResult":
-        """From [output, weights and momentum (if written), surprise (if asked for)]."""
+        """From [output, weights and momentum (if written), weights handed out, surprise (if asked for)]."""
         output, *state = results
         surprise = state.pop() if options.surprise else None
         if not options.write:
             state = [*inputs.weights, *inputs.momentum]
-        return cls(output, tuple(state[: options.depth]), tuple(state[options.depth :]), surprise)
+        depth = options.depth
+        return cls(output, tuple(state[:depth]), tuple(state[depth : 2 * depth]), surprise, tuple(state[2 * depth :]))

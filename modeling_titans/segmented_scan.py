@@ -1,13 +1,13 @@
 # Copyright 2026 The transformers-titans authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A scan that hands out the memory at the ends of segments (Memory Caching, section 3), by any backend's scan.
+"""A scan that hands out the memory at the ends of segments (Memory Caching, section 3), by any backend's scan: for
+backends whose scan does not do so itself, and for segments that begin anew or are read while the scan goes on.
 
 Shapes: N chunks, G rows times heads, J chunks behind which a segment ends, m chunks in a segment.
 """
 
 import itertools
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 
@@ -19,21 +19,14 @@ from .scan_inputs import ScanInputs, ScanOptions, ScanResult
 State = tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]
 
 
-class SegmentedResult(NamedTuple):
-    """What `ScanResult` says, and the weights behind each segment, J times per layer (G, D_in, D_out)."""
-
-    result: ScanResult
-    kept: list[tuple[torch.Tensor, ...]]
-
-
 def scan_segments(
     scan: Callable[[ScanInputs, ScanOptions], ScanResult],
     inputs: ScanInputs,
     options: ScanOptions,
     ends: SegmentEnds,
     start: State | None,
-) -> SegmentedResult:
-    """Scans segment by segment.
+) -> ScanResult:
+    """Scans segment by segment; the result's ``kept`` are the weights behind each.
 
     Args:
         scan: of a backend.
@@ -61,7 +54,7 @@ def scan_segments(
         begin = stop
     output = torch.cat([result.output for result in results])
     surprise = torch.cat([result.surprise for result in results]) if options.surprise else None
-    return SegmentedResult(ScanResult(output, *state, surprise), kept)
+    return ScanResult(output, *state, surprise, tuple(map(torch.stack, zip(*kept, strict=True))))
 
 
 def _parts(ends: SegmentEnds, num_chunks: int, is_free: bool) -> list[tuple[int, int]]:

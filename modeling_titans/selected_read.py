@@ -15,13 +15,16 @@ from operator import itemgetter
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from .inner_network import InnerNetwork, gelu_alone
-from .kept_read import CPU_ELEMENTS, answers, answers_adjoint
+from .inner_network import InnerNetwork, Normalized, answer_of, gelu_alone, gelu_and_slope
+from .kept_read import Answers, answers_adjoint, hidden_layers
 from .short_calls import is_short
 
 
+# Elements of a hidden layer that a CPU has alive at once: most memories are then read in one part.
+CPU_ELEMENTS = 2**18
 # Tokens of a block: enough to make taking its weights cheap beside the products.
 BLOCK = 128
 # Blocks that an accelerator reads side by side.
@@ -141,19 +144,26 @@ def read_selected(
 
 
 class _SelectedRead(torch.autograd.Function):
-    """q (A / k, D), shares (A / k, k), weights (M, D_in, D_out) per layer."""
+    """q (A / k, D), shares (A / k, k), weights (M, D_in, D_out) per layer.
+
+    Kept for the backward is, beside the arguments, LN's x_hat at each place, or without LN the last layer's result: a
+    quarter or less of what a hidden layer takes, and it saves the last product and LN from being computed again.
+    """
 
     @staticmethod
     def forward(ctx, network, num_heads, selection, q, shares, norm_weight, norm_bias, *weights):
-        ctx.save_for_backward(q, shares, norm_weight, norm_bias, *selection[:3], *weights)
+        asked = _with_none(q, selection)
+        last, rstd = _places(q, selection), None if norm_weight is None else _places(q[:, :1], selection)
+        for part in _parts(network, num_heads, selection, weights, asked):
+            x = asked.index_select(0, selection.token[part.at]).unflatten(0, (part.number, -1))
+            inputs, _ = hidden_layers(part.network, part.layers, x, gelu_alone)
+            f = network.products.mm(inputs[-1], part.layers[-1])
+            if rstd is not None:
+                f, rstd[part.at] = (t.flatten(0, 1) for t in Normalized.of(f, network.norm_eps))
+            last[part.at] = f.view(-1, f.shape[-1])
+        ctx.save_for_backward(q, shares, norm_weight, norm_bias, last, rstd, *selection[:3], *weights)
         ctx.facts = network._replace(norm_weight=None, norm_bias=None), num_heads, *selection[3:]
-        q, share = _with_none(q, selection), _by_place(shares, selection)
-        found = _places(q, selection)
-        for part in _parts(network, num_heads, selection, weights, q):
-            x = q.index_select(0, selection.token[part.at]).unflatten(0, (part.number, -1))
-            y = answers(part.network, part.layers, x, gelu_alone).output.flatten(0, 1)
-            found[part.at] = y * share[part.at]
-        return _by_token(found, selection, shares)
+        return _answers_by_token(network, num_heads, q, shares, _by_token(last, selection, shares))
 
     @staticmethod
     @once_differentiable
@@ -164,7 +174,7 @@ class _SelectedRead(torch.autograd.Function):
 
 
 def _gradients(ctx, output_bar: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    q, shares, norm_weight, norm_bias, *rest = ctx.saved_tensors
+    q, shares, norm_weight, norm_bias, last, rstd, *rest = ctx.saved_tensors
     network, num_heads, *blocks = ctx.facts
     network = network._replace(norm_weight=norm_weight, norm_bias=norm_bias)
     selection, weights = Selection(*rest[:3], *blocks), rest[3:]
@@ -176,7 +186,7 @@ def _gradients(ctx, output_bar: torch.Tensor) -> tuple[torch.Tensor | None, ...]
     for part in _parts(network, num_heads, selection, weights, q):
         token = selection.token[part.at]
         x, bar = (t.index_select(0, token).unflatten(0, (part.number, -1)) for t in (q, output_bar))
-        given = answers(part.network, part.layers, x)
+        given = _answers_again(part, x, last, rstd)
         share_bar[part.at, 0] = torch.linalg.vecdot(given.output, bar).flatten()
         bar = bar.mul_(share[part.at].unflatten(0, (part.number, -1)))
         alone = isinstance(part.memory, slice)
@@ -189,8 +199,30 @@ def _gradients(ctx, output_bar: torch.Tensor) -> tuple[torch.Tensor | None, ...]
         if norm_weight is not None:
             _add_to(norm_bar[0], part.head, adjoint.norm_weight)
             _add_to(norm_bar[1], part.head, adjoint.norm_bias)
-    q_bar, shares_bar = _by_token(x_bar, selection, shares), share_bar[selection.place].view(shares.shape)
-    return None, None, None, q_bar, shares_bar, *norm_bar, *weights_bar
+    q_bar = _by_token(x_bar, selection, torch.ones_like(shares))
+    return None, None, None, q_bar, share_bar[selection.place].view(shares.shape), *norm_bar, *weights_bar
+
+
+def _answers_by_token(network: InnerNetwork, num_heads: int, q, shares: torch.Tensor, sums: torch.Tensor):
+    """Each token's answers, (A / k, D), by their shares.
+
+    Args:
+        sums: (A / k, D) by the same shares LN's x_hat, or without LN the last layer's result.
+    """
+    share = shares.sum(1, keepdim=True)
+    output = sums
+    if network.norm_weight is not None:
+        rows = sums.unflatten(0, (-1, num_heads)) * network.norm_weight[:, 0]
+        output = rows.addcmul_(share.unflatten(0, (-1, num_heads)), network.norm_bias[:, 0]).flatten(0, 1)
+    return output.addcmul_(q, share) if network.residual else output
+
+
+def _answers_again(part: "_Part", x: torch.Tensor, last: torch.Tensor, rstd: torch.Tensor | None) -> Answers:
+    """A part's answers for x (n, places, D), given what has been kept of them."""
+    inputs, hidden = hidden_layers(part.network, part.layers, x, gelu_and_slope)
+    f = last[part.at].view_as(x)
+    norm = None if rstd is None else Normalized(f, rstd[part.at].view(*x.shape[:-1], 1))
+    return Answers(answer_of(part.network, x, f), inputs, hidden, norm)
 
 
 class _Part(NamedTuple):
@@ -269,5 +301,5 @@ def _by_place(shares: torch.Tensor, selection: Selection) -> torch.Tensor:
 
 
 def _by_token(places: torch.Tensor, selection: Selection, shares: torch.Tensor) -> torch.Tensor:
-    """Rows (P + 1, D) at places -> (A / k, D), the sum of a token's."""
-    return places.index_select(0, selection.place).unflatten(0, shares.shape).sum(1)
+    """Rows (P + 1, D) at places -> (A / k, D), the sum of a token's by their shares (A / k, k)."""
+    return F.embedding_bag(selection.place.view(shares.shape), places, per_sample_weights=shares, mode="sum")

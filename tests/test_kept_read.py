@@ -37,16 +37,16 @@ def network_of(tensors, rows: int = 1) -> InnerNetwork:
     return InnerNetwork(True, *norm, 1e-6, Products(None, F64))
 
 
-def one_by_one(tensors, shares: torch.Tensor) -> torch.Tensor:
+def one_by_one(tensors, shares: torch.Tensor, residual: bool = True, has_norm: bool = True) -> torch.Tensor:
     """sum_i shares_i M^(i)(q) for shares (B, T, H, K)."""
     rows = []
     for b in range(B):
         for t in range(T):
             total = 0
             for i in range(K):
-                norm = {f"norm_{to}": tensors[name][:, 0] for name, to in (("scale", "weight"), ("shift", "bias"))}
+                norm = [tensors[name][:, 0] for name in ("scale", "shift")] if has_norm else [None, None]
                 layers = [tensors[name][b, i] for name in ("w0", "w1")]
-                answer = memory_network(tensors["q"][b, t], layers, **norm, residual=True)
+                answer = memory_network(tensors["q"][b, t], layers, *norm, residual=residual)
                 total = total + shares[b, t, :, i, None] * answer
             rows.append(total)
     return torch.stack(rows).view(B, T, H, D)
@@ -92,6 +92,22 @@ def test_selected_memories_are_read(tensors, monkeypatch, alone, elements):
     weights = [tensors["w0"], tensors["w1"]]
     actual = selected_read.read_selected(tensors["q"], shares, wanted, weights, network_of(tensors))
     assert_reads(actual, one_by_one(tensors, everywhere), tensors)
+
+
+@pytest.mark.parametrize("residual", [False, True], ids=["bare", "residual"])
+@pytest.mark.parametrize("has_norm", [False, True], ids=["without_norm", "norm"])
+@pytest.mark.parametrize("alone", [1, 10**6], ids=["by_memory", "in_blocks"])
+def test_selected_memories_of_other_networks_are_read(tensors, monkeypatch, alone, has_norm, residual):
+    monkeypatch.setattr(selected_read, "ALONE", alone)
+    wanted = select()
+    shares, everywhere = selected(tensors, wanted)
+    network = network_of(tensors)._replace(residual=residual)
+    if not has_norm:
+        network = network._replace(norm_weight=None, norm_bias=None)
+        tensors = {name: t for name, t in tensors.items() if name not in ("scale", "shift")}
+    weights = [tensors["w0"], tensors["w1"]]
+    actual = selected_read.read_selected(tensors["q"], shares, wanted, weights, network)
+    assert_reads(actual, one_by_one(tensors, everywhere, residual, has_norm), tensors)
 
 
 @pytest.mark.parametrize("elements", [1, 2**17], ids=["in_many_parts", "at_once"])
