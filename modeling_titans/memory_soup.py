@@ -69,6 +69,42 @@ class Soup(NamedTuple):
         t.unflatten(0, (-1, self.shares.shape[0])).add_(rows.unflatten(1, (-1, t.shape[1])).transpose(0, 1))
 
 
+class KeptRoom:
+    """The kept weights that the segments of a scan read, each a few more: all lie in one tensor per layer, of which
+    what a segment reads is the front, since a copy for each segment would take memory quadratic in their number.
+
+    Attributes:
+        filled: per layer (G, K, D_in, D_out), what is kept by now.
+    """
+
+    def __init__(self, kept: tuple[torch.Tensor, ...], more: int):
+        """For ``kept`` weights and those of ``more`` segments."""
+        self.filled = kept
+        self._rooms = []
+        for w in kept:
+            room = w.new_empty(w.shape[0], w.shape[1] + more, *w.shape[2:])
+            room[:, : w.shape[1]] = w.detach()
+            self._rooms.append(room)
+
+    def put(self, new: tuple[torch.Tensor, ...]) -> None:
+        """Adds the weights of one more segment, per layer (G, D_in, D_out)."""
+        self.filled = tuple(map(_Put.apply, self._rooms, self.filled, new))
+
+
+class _Put(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, room: torch.Tensor, filled: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        """(G, places, D_in, D_out), of which (G, K, ...) are filled, and (G, ...) -> (G, K + 1, ...), in the room."""
+        room[:, filled.shape[1]] = new
+        # Scans keep these fronts for their backward. What is written behind them changes none, which a tensor with a
+        # version of its own says.
+        return room[:, : filled.shape[1] + 1].data
+
+    @staticmethod
+    def backward(ctx, bar: torch.Tensor) -> tuple[None, torch.Tensor, torch.Tensor]:
+        return None, bar[:, :-1], bar[:, -1]
+
+
 def own_part(read: ReadCoefficients, own: torch.Tensor) -> ReadCoefficients:
     """The coefficients of a memory that is read with the share ``own`` (n, G, b_q)."""
     return ReadCoefficients(own * read.c, own * read.d, own.unsqueeze(-1) * read.A)
