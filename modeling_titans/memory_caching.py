@@ -89,7 +89,7 @@ def read_with_caching(
     """A call of the op whose answers also come from kept memories.
 
     Args:
-        write: the op, to be called with a state, the segments' ends and, for "soup", kept weights and shares.
+        write: the op, to be called with a state, the segments' ends and what else it is to know.
         q: (B, T, H, D) in the state's dtype, zero at masked columns.
         u: the same of the connector, or None if reads are not gated.
         state, kept: before the call.
@@ -138,7 +138,7 @@ def _run_blocks(write, state: MemoryState, kept: KeptMemories, plan: KeptPlan):
         # Those that have not begun anew yet in their document are one and the same.
         begin = kept.runners or ((state.weights, state.momentum),)
         weights, momentum = begin[min(number, len(begin) - 1)]
-        runner = write(state._replace(weights=weights, momentum=momentum, chunk=None), level.ends)
+        runner = write(state._replace(weights=weights, momentum=momentum, chunk=None), level.ends, read=False)
         runners.append((runner.state.weights, runner.state.momentum))
         chosen, at = _choose(runner.kept, level.chosen), level.is_kept[:, :, None, None, None]
         if blocks is None:

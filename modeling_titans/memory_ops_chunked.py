@@ -29,6 +29,7 @@ class MemoryCall(NamedTuple):
     """The checked arguments of `neural_memory`.
 
     All tensors are in the state's dtype, except that a scan may take q, k and v, pending ones too, in another one.
+    Where nothing is to be read, q has no tokens.
     """
 
     q: torch.Tensor
@@ -50,6 +51,10 @@ class MemoryCall(NamedTuple):
     kept: tuple[torch.Tensor, ...] | None = None
     mix: torch.Tensor | None = None
     segments: SegmentEnds | None = None
+
+    @property
+    def reads(self) -> bool:
+        return self.q.shape[1] > 0
 
 
 class MemoryResult(NamedTuple):
@@ -73,13 +78,13 @@ def _alike_rows(call: MemoryCall) -> MemoryResult:
     tokens = call.tokens
     if state.count:
         tokens = [torch.cat(pair, 1) for pair in zip(state.pending, call.tokens, strict=True)]
-    num_new, total = call.q.shape[1], tokens[0].shape[1]
+    num_new, total = call.tokens.k.shape[1], tokens[0].shape[1]
     whole = total // b * b
     reads, kept = [], []
     if whole:
         # A lone chunk is read only where it is new; of several, the first one's pending tokens get idle queries.
         queries = [t[:, : num_new - (total - whole)] for t in _queries(call)]
-        if whole > b and state.count:
+        if whole > b and state.count and call.reads:
             queries = [F.pad(t, (0, 0, 0, 0, state.count, 0)) for t in queries]
         result, kept = _scan(call, state, queries, [t[:, :whole] for t in tokens], whole // b, write=True)
         state = MemoryState(result.weights, result.momentum, state.pending, state.count)
@@ -90,16 +95,18 @@ def _alike_rows(call: MemoryCall) -> MemoryResult:
     # What a state keeps is its own: neither the caller's tensors nor the memory of a whole sequence.
     rest = PendingTokens(*(t[:, whole:] if state.count else t[:, whole:].clone() for t in tokens))
     chunk = None
-    if whole < total:
+    if whole < total and call.reads:
         queries = [t[:, max(num_new - (total - whole), 0) :] for t in _queries(call)]
         if _keeps_chunk(call):
             output, surprise, chunk = _read_open(call, state, *queries, rest)
             reads.append((output, surprise))
         else:
             reads.append(_columns_of(_scan(call, state, queries, rest, 1, write=False)[0], call))
-    outputs, surprises = zip(*reads, strict=True)
-    output = _joined(outputs)[:, -num_new:]
-    surprise = _joined(surprises)[:, -num_new:] if call.output_surprise else None
+    output, surprise = call.q, None
+    if call.reads:
+        outputs, surprises = zip(*reads, strict=True)
+        output = _joined(outputs)[:, -num_new:]
+        surprise = _joined(surprises)[:, -num_new:] if call.output_surprise else None
     state = MemoryState(state.weights, state.momentum, rest, total - whole, chunk)
     return MemoryResult(output, state, surprise, new)
 
@@ -182,13 +189,17 @@ def _slotted_rows(call: MemoryCall) -> MemoryResult:
     if slots.stays_open and call.q.shape[1] == 1 and isinstance(state.count, torch.Tensor) and _keeps_chunk(call):
         return _read_one(call)
     tokens = [slots.to_slots(*pair) for pair in zip(state.pending, call.tokens, strict=True)]
-    idle = call.q.shape[0], state.pending.k.shape[1]
-    queries = [slots.to_slots(t.new_zeros(*idle, *t.shape[2:]), t) for t in _queries(call)]
-    num_chunks = queries[0].shape[1] // call.chunk_size
+    queries = _queries(call)
+    if call.reads:
+        idle = call.q.shape[0], state.pending.k.shape[1]
+        queries = [slots.to_slots(t.new_zeros(*idle, *t.shape[2:]), t) for t in queries]
+    num_chunks = tokens[0].shape[1] // call.chunk_size
     result, kept = _scan(call, state, queries, tokens, num_chunks, write=num_chunks > 1 or not slots.stays_open)
     pending = PendingTokens(*(slots.open_chunk(t) for t in tokens))
     state = MemoryState(result.weights, result.momentum, pending, slots.count)
-    output, surprise = (t if t is None else slots.to_columns(t) for t in _columns_of(result, call))
+    output, surprise = call.q, None
+    if call.reads:
+        output, surprise = (t if t is None else slots.to_columns(t) for t in _columns_of(result, call))
     return MemoryResult(output, state, surprise, stack_kept(kept, call))
 
 
