@@ -13,6 +13,7 @@ from .chunk_scan import chunk_scan, compiled_chunk_scan
 from .inner_network import InnerNetwork
 from .kept_plan import SegmentEnds
 from .memory_ops_native import native_scan
+from .memory_soup import Soup
 from .memory_state import MemoryState, PendingTokens
 from .scan_inputs import Rule, ScanInputs, ScanOptions, ScanResult
 from .segmented_scan import scan_segments
@@ -98,7 +99,7 @@ def _alike_rows(call: MemoryCall) -> MemoryResult:
     if whole < total and call.reads:
         queries = [t[:, max(num_new - (total - whole), 0) :] for t in _queries(call)]
         if _keeps_chunk(call):
-            output, surprise, chunk = _read_open(call, state, *queries, rest)
+            output, surprise, chunk = _read_open(call, state, queries, rest)
             reads.append((output, surprise))
         else:
             reads.append(_columns_of(_scan(call, state, queries, rest, 1, write=False)[0], call))
@@ -123,22 +124,23 @@ def _queries(call: MemoryCall) -> list[torch.Tensor]:
 def _keeps_chunk(call: MemoryCall) -> bool:
     """Whether the call is one of those by which text is decoded: `read_open_chunk` reads its open chunk.
 
-    It is not for autograd nor for mixtures of memories, and a kernel reads open chunks itself. What it keeps pays off
-    where few tokens follow.
+    It is not for autograd, and a kernel reads open chunks itself. What it keeps pays off where few tokens follow.
     """
-    return is_short(call.q.shape[1]) and call.mix is None and call.scan in PLAIN_SCANS
+    return is_short(call.q.shape[1]) and call.scan in PLAIN_SCANS
 
 
-def _read_open(call: MemoryCall, state: MemoryState, q, tokens: PendingTokens) -> OpenRead:
+def _read_open(call: MemoryCall, state: MemoryState, queries, tokens: PendingTokens) -> OpenRead:
     """Reads the last of an open chunk's tokens (B, P + n, H, ...), of which P may be known by `state.chunk`."""
+    q, *mix = queries
     chunk = empty_chunk(state.weights) if state.chunk is None else state.chunk
     k, v, *gates = tokens
     if call.chunk_gates:
         gates = [t[:, :1].expand_as(t) for t in gates]
     v, *gates = (t[:, chunk.mixed.shape[2] - 1 :] for t in (v, *gates))
     memory, tokens = (_network(call), state.weights, state.momentum, chunk), NewTokens(q, k, v, *gates)
+    soup = Soup.of_tokens(mix[0], call.kept) if mix else None
     facts = {"sliding": call.rule.sliding, "surprise": call.output_surprise}
-    return read_open_chunk(*memory, tokens, _forget_to(call), **facts)
+    return read_open_chunk(*memory, tokens, _forget_to(call), soup=soup, **facts)
 
 
 def _read_one(call: MemoryCall) -> MemoryResult:
@@ -159,7 +161,8 @@ def _read_one(call: MemoryCall) -> MemoryResult:
     tokens = NewTokens(call.q, keys, call.tokens.v, *new)
     memory = (network, state.weights, state.momentum, chunk)
     facts = {"sliding": call.rule.sliding, "surprise": call.output_surprise}
-    read = read_open_chunk(*memory, tokens, _forget_to(call), real, **facts)
+    soup = None if call.mix is None else Soup.of_tokens(call.mix, call.kept)
+    read = read_open_chunk(*memory, tokens, _forget_to(call), real, soup, **facts)
     at = (places == state.count[:, None]) & real[:, None]
     pending = [
         torch.where(at.view(*at.shape, *(1,) * (t.dim() - 2)), t, p) for t, p in zip(call.tokens, pending, strict=True)
@@ -189,13 +192,16 @@ def _slotted_rows(call: MemoryCall) -> MemoryResult:
     if slots.stays_open and call.q.shape[1] == 1 and isinstance(state.count, torch.Tensor) and _keeps_chunk(call):
         return _read_one(call)
     tokens = [slots.to_slots(*pair) for pair in zip(state.pending, call.tokens, strict=True)]
+    pending = PendingTokens(*(slots.open_chunk(t) for t in tokens))
+    if slots.stays_open and not call.reads:
+        state = MemoryState(state.weights, state.momentum, pending, slots.count)
+        return MemoryResult(call.q, state, None, stack_kept([], call))
     queries = _queries(call)
     if call.reads:
         idle = call.q.shape[0], state.pending.k.shape[1]
         queries = [slots.to_slots(t.new_zeros(*idle, *t.shape[2:]), t) for t in queries]
     num_chunks = tokens[0].shape[1] // call.chunk_size
     result, kept = _scan(call, state, queries, tokens, num_chunks, write=num_chunks > 1 or not slots.stays_open)
-    pending = PendingTokens(*(slots.open_chunk(t) for t in tokens))
     state = MemoryState(result.weights, result.momentum, pending, slots.count)
     output, surprise = call.q, None
     if call.reads:

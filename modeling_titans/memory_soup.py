@@ -12,6 +12,7 @@ and x W_t is itself linear in the chunk's coefficients, which is where gamma_0 g
 Shapes: n chunks of a span, G rows times heads, b tokens in a chunk of which b_q are read, K kept weights.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -40,6 +41,13 @@ class Soup(NamedTuple):
         shares = inputs.mix[..., 1:].transpose(0, 1).flatten(1, 2)
         weights = [products.operand(w.flatten(1, 2)) for w in inputs.kept]
         return cls(inputs.mix[..., :1].flatten(0, 1), shares, weights)
+
+    @classmethod
+    def of_tokens(cls, mix: torch.Tensor, kept: Sequence[torch.Tensor]) -> "Soup":
+        """Of a call's tokens: shares (B, T, H, 1 + K) and weights (B, K, H, D_in, D_out)."""
+        shares = mix.transpose(1, 2).flatten(0, 1)
+        weights = [w.transpose(1, 2).flatten(0, 1).flatten(1, 2) for w in kept]
+        return cls(shares[..., :1], shares[..., 1:], weights)
 
     def add_to_(self, products: Products, layer: int, x: torch.Tensor, z: torch.Tensor) -> None:
         """Adds sum_i gamma_i (x W^(i)) to z; x and z (n * G, b_q, .)."""
