@@ -29,6 +29,13 @@ MEMORIES: dict[str, dict[str, int]] = {
     "h64": {"depth": 2, "expansion": 1},
     "depth1": {"depth": 1},
 }
+# What other ways to learn are checked with, as fields of a case; "titans" with a plain matrix is linear memory.
+RULE_CASES = (
+    {"memory": "h256", "rule": "dla"},
+    {"memory": "depth1", "rule": "titans", "plain": True},
+    {"memory": "depth1", "rule": "linear_attention", "plain": True},
+    {"memory": "depth1", "rule": "swla", "plain": True},
+)
 # What an operand of a product loses: bfloat16 has 8 bits, float16 is taken as tf32 with 11. float32 is taken as three
 # tf32 products; there 1 - c loses most, for c, what a chunk's forgetting leaves, is close to 1.
 _ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-17}
@@ -64,6 +71,8 @@ class Case(NamedTuple):
         dtype: of q, k and v.
         config: every kernel is launched as this one of its configurations (or its last) says; None: its default.
         rules: with chunks that are not full, restarts and forgetting to the start weights.
+        rule: how the memory learns, a key of `scan_inputs.RULES`.
+        plain: the memory has neither a residual nor LN.
         num_chunks, groups, chunk_size, head_dim: N, G, b and D.
     """
 
@@ -71,6 +80,8 @@ class Case(NamedTuple):
     dtype: str
     config: int | None = None
     rules: bool = False
+    rule: str = "titans"
+    plain: bool = False
     num_chunks: int = 3
     groups: int = 3
     chunk_size: int = 64
@@ -106,7 +117,7 @@ def errors_of(case: Case, device: str) -> dict[str, float]:
     """Relative errors of a scan's results and gradients, and of decoding, by name."""
     op_module("memory_ops_triton"), op_module("triton_decode")
     inputs = _inputs(case, device)
-    options = scan_options(inputs)._replace(
+    options = _options(case, inputs)._replace(
         restart_at=frozenset() if inputs.restart is None else frozenset({case.num_chunks - 1})
     )
     exact = _map(inputs, torch.Tensor.double)
@@ -127,6 +138,8 @@ def _inputs(case: Case, device: str):
         device=device,
         **MEMORIES[case.memory],
     )
+    if case.plain:
+        inputs = inputs._replace(norm_weight=None, norm_bias=None)
     if not case.rules:
         return inputs
     full = torch.ones(case.num_chunks, case.groups, dtype=torch.bool, device=device)
@@ -137,6 +150,10 @@ def _inputs(case: Case, device: str):
     return inputs._replace(
         full=full, restart=restart, forget_to=start, start_weights=start, start_momentum=tuple(inputs.momentum)
     )
+
+
+def _options(case: Case, inputs, write: bool = True):
+    return scan_options(inputs, write, case.rule)._replace(residual=not case.plain)
 
 
 def _map(inputs, function: Callable):
@@ -171,7 +188,7 @@ def _decode_errors(case: Case, device: str) -> dict[str, float]:
     inputs = inputs._replace(q=inputs.q[:, :, -1:].contiguous())
     if case.rules:
         inputs = inputs._replace(forget_to=tuple(0.5 * w for w in inputs.weights))
-    options = scan_options(inputs, write=False)
+    options = _options(case, inputs, write=False)
     at = torch.full((case.groups,), case.chunk_size - 1, dtype=torch.int32, device=device)
     actual = op_module("triton_decode").decode(inputs, options, at)
     expected = op_module("chunk_scan").chunk_scan(_map(inputs, torch.Tensor.double), options).output
@@ -183,6 +200,7 @@ def check_cases() -> list[Case]:
     configs = range(max(len(listed) for listed in op_module("triton_configs").CONFIGS.values()))
     cases = [Case(memory, "bfloat16") for memory in MEMORIES]
     cases += [Case(memory, dtype, None, True) for memory in ("h256", "depth1") for dtype in DTYPES]
+    cases += [Case(dtype=dtype, rules=True, **fields) for fields in RULE_CASES for dtype in DTYPES]
     cases += [Case(memory, "bfloat16", config) for memory in ("h256", "h128", "depth1") for config in configs]
     cases += [
         Case(memory, dtype, config) for dtype in DTYPES[1:] for memory in ("h256", "depth1") for config in configs
@@ -218,7 +236,7 @@ def run_checks(clock: Clock) -> list[dict[str, Any]]:
         for outcome in pool.map(run, check_cases()):
             outcomes.append(outcome)
             clock.say(
-                f"{' '.join(str(x) for x in list(outcome['case'].values())[:4])}: {outcome['problem'] or 'right'}"
+                f"{' '.join(str(x) for x in list(outcome['case'].values())[:6])}: {outcome['problem'] or 'right'}"
             )
     return outcomes
 

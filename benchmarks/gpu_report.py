@@ -59,7 +59,9 @@ def _checks(checks: list[dict[str, Any]]) -> list[str]:
 
 def _case(case: dict[str, Any]) -> tuple[str, str, str]:
     config = "default" if case["config"] is None else str(case["config"])
-    return case["memory"], case["dtype"], config + (", rules" if case["rules"] else "")
+    memory = case["memory"] + (", plain" if case["plain"] else "")
+    rule = "" if case["rule"] == "titans" else f", {case['rule']}"
+    return memory + rule, case["dtype"], config + (", rules" if case["rules"] else "")
 
 
 def _worst(check: dict[str, Any]) -> str:

@@ -440,8 +440,10 @@ def _equal(one: list, other: list) -> bool:
 
 def _owned(t: torch.Tensor) -> torch.Tensor:
     """``t``, copied if it is a view that would keep a larger tensor alive, or one that others look into."""
+    # Kept weights of which mixtures are read lie head by head.
+    dense = t.is_contiguous() or (t.dim() == 5 and t.transpose(1, 2).is_contiguous())
     # Of a storage's methods, torch.compile knows size() alone.
-    owned = t.is_contiguous() and t.untyped_storage().size() == t.numel() * t.element_size()
+    owned = dense and t.untyped_storage().size() == t.numel() * t.element_size()
     return t if owned else t.clone(memory_format=torch.contiguous_format)
 
 

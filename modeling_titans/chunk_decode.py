@@ -22,6 +22,7 @@ import torch
 
 from .chunk_coefficients import chunk_coefficients
 from .inner_network import Hidden, InnerNetwork, gelu, inner_gradient, inner_losses, output_of
+from .memory_soup import Soup
 from .memory_state import OpenChunk
 
 
@@ -79,6 +80,7 @@ def read_open_chunk(
     tokens: NewTokens,
     forget_to: Sequence[torch.Tensor] | None = None,
     real: torch.Tensor | None = None,
+    soup: Soup | None = None,
     *,
     sliding: bool = False,
     surprise: bool = False,
@@ -92,6 +94,7 @@ def read_open_chunk(
         tokens: the new ones.
         forget_to: (B * H, D_in, D_out) per layer to which forgetting leads; None: to zero.
         real: (B,) rows whose token is one, if there is a single new token; None: all are.
+        soup: the kept weights, and the shares, of the mixture of memories that is read; None: no mixture.
         sliding: whether the write slides over the last two tokens.
         surprise: whether to return the inner losses.
     """
@@ -106,6 +109,10 @@ def read_open_chunk(
     inputs, errors = new[: len(layers) - 1], new[len(layers) - 1 :]
     at = _coefficients(chunk, tokens, q.shape[1], real, sliding)
     c, d, A = (t.flatten(0, 1) for t in at[:3])
+    own = 1
+    if soup is not None:
+        own = soup.own
+        c, d, A = (own * t for t in (c, d, A))
     x, z = q, q
     for layer, (w, s, g) in enumerate(zip(layers, momentum, errors, strict=True)):
         if layer:
@@ -114,7 +121,9 @@ def read_open_chunk(
         z = torch.bmm(x, w).mul_(c).addcmul_(torch.bmm(x, s.flatten(0, 1)), d)
         z.baddbmm_(torch.bmm(x, a.mT).mul_(A), g.flatten(0, 1), alpha=-1)
         if forget_to is not None:
-            z.baddbmm_((1 - c) * x, forget_to[layer])
+            z.baddbmm_((own - c) * x, forget_to[layer])
+        if soup is not None:
+            soup.add_to_(network.products, layer, x, z)
     output = output_of(network, q, z)[0].unflatten(0, (rows, -1)).transpose(1, 2)
     losses = None
     if surprise:

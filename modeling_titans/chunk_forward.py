@@ -97,7 +97,7 @@ def spans_of(inputs: ScanInputs, options: ScanOptions) -> list[slice]:
 
 def as_asked(function: Callable, inputs: ScanInputs, options: ScanOptions) -> Callable:
     """``function`` of a span, compiled if the options say so and the span is one of many alike."""
-    alike = options.write and not options.restart_at and inputs.q.shape[2] == inputs.k.shape[2]
+    alike = options.write and not options.restart_at and inputs.q.shape[2] in (0, inputs.k.shape[2])
     return _compiled(function) if options.compiled and alike else function
 
 

@@ -72,11 +72,10 @@ class KeptOptions:
         number, place = self.numbers(closed), torch.arange(places, device=device)
         if not self.logarithmic:
             return torch.where(place < number, closed - number + 1 + place, 0)
-        ends = closed.new_zeros(closed.shape[0], places + 1)
-        for digit in range(DIGITS):
-            prefix = closed >> digit
-            index = torch.where(prefix & 1 == 1, _bit_count(prefix >> 1), places).clamp(max=places)
-            ends.scatter_(1, index, prefix << digit)
+        digit = torch.arange(DIGITS, device=device)
+        prefix = closed >> digit
+        index = torch.where(prefix & 1 == 1, _bit_count(prefix >> 1), places).clamp(max=places)
+        ends = closed.new_zeros(closed.shape[0], places + 1).scatter_(1, index, prefix << digit)
         return ends[:, :places]
 
 

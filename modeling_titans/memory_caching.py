@@ -89,7 +89,7 @@ def read_with_caching(
     """A call of the op whose answers also come from kept memories.
 
     Args:
-        write: the op, to be called with a state, the segments' ends and, for "soup", kept weights and shares.
+        write: the op, to be called with a state, the segments' ends and what else it is to know.
         q: (B, T, H, D) in the state's dtype, zero at masked columns.
         u: the same of the connector, or None if reads are not gated.
         state, kept: before the call.
@@ -114,7 +114,16 @@ def read_with_caching(
         weights = [joined(w, w_new) for w, w_new in zip(kept.weights, new, strict=True)]
         output = result.output.to(q.dtype) * shares.running.unsqueeze(-1)
         result = result._replace(output=output + _read(q, shares, weights, network, plan.spans))
-    return result, advance(kept, plan, new, found)._replace(runners=runners)
+    behind = advance(kept, plan, new, found)._replace(runners=runners)
+    if options.kind == "soup":
+        behind = behind._replace(weights=tuple(map(_head_by_head, behind.weights)))
+    return result, behind
+
+
+def _head_by_head(w: torch.Tensor) -> torch.Tensor:
+    """(B, K, H, ...) with a head's memories side by side, as a mixture's products take them: otherwise each token
+    that is decoded would copy them all."""
+    return w.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _run_blocks(write, state: MemoryState, kept: KeptMemories, plan: KeptPlan):
@@ -129,7 +138,7 @@ def _run_blocks(write, state: MemoryState, kept: KeptMemories, plan: KeptPlan):
         # Those that have not begun anew yet in their document are one and the same.
         begin = kept.runners or ((state.weights, state.momentum),)
         weights, momentum = begin[min(number, len(begin) - 1)]
-        runner = write(state._replace(weights=weights, momentum=momentum, chunk=None), level.ends)
+        runner = write(state._replace(weights=weights, momentum=momentum, chunk=None), level.ends, read=False)
         runners.append((runner.state.weights, runner.state.momentum))
         chosen, at = _choose(runner.kept, level.chosen), level.is_kept[:, :, None, None, None]
         if blocks is None:
@@ -149,7 +158,7 @@ def _mixture(shares: Shares, weights, blocks, is_block: torch.Tensor | None, pla
     if blocks is not None:
         parts.append(torch.where(is_block[:, None, None], new, 0))
         new = torch.where(is_block[:, None, None], 0, new)
-        weights = [torch.cat(pair, 1) for pair in zip(weights, blocks, strict=True)]
+        weights = [joined(w, block) for w, block in zip(weights, blocks, strict=True)]
     if plan.chosen is not None:
         by_end = new.new_zeros(*new.shape[:3], len(plan.ends.chunks) + 1)
         new = by_end.scatter_add(3, plan.chosen[:, None, None].expand_as(new), new)[..., :-1]

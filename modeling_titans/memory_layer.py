@@ -320,7 +320,7 @@ class TitansNeuralMemory(nn.Module):
         gates, config = self._gates(hidden_states), self.config
         forget_to = self.start_weights() if config.memory_forget_to == "start" else None
 
-        def write(memory: MemoryState, segments=None, **mix):
+        def write(memory: MemoryState, segments=None, **options):
             return neural_memory(
                 q,
                 k,
@@ -339,7 +339,7 @@ class TitansNeuralMemory(nn.Module):
                 output_surprise=output_surprise,
                 backend=config.memory_backend,
                 segments=segments,
-                **mix,
+                **options,
             )
 
         kept = state.kept

@@ -57,6 +57,7 @@ def neural_memory(
     output_surprise: bool = False,
     backend: str = "auto",
     segments: SegmentEnds | None = None,
+    read: bool = True,
 ) -> MemoryResult:
     """Writes each token into a memory network and reads the network back at that token.
 
@@ -104,6 +105,8 @@ def neural_memory(
         segments: the chunks behind which a segment ends (Memory Caching, section 3), and whether the next one begins
             at ``start_state``; None: there are no segments. ``mix`` then has J more columns, the shares of the weights
             behind these J chunks, zero for the tokens before.
+        read: whether to answer the queries. If not, the work is spared where the backend can do so, and neither
+            output nor surprise has a meaning.
 
     Returns:
         ``output`` (B, T, H, D) in q's dtype, zero at masked tokens; ``state`` after the call, in float32 (float64 if
@@ -148,6 +151,8 @@ def neural_memory(
     def cast(tree):
         return tree if alike else map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, tree)
 
+    if not read and backend != "recurrent":
+        q, mix, kept_weights, output_surprise = q[:, :0], None, None, False
     call = MemoryCall(
         *cast((q, PendingTokens(k, v, theta, alpha, eta), state)),
         chunk_size,

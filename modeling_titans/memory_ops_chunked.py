@@ -13,6 +13,7 @@ from .chunk_scan import chunk_scan, compiled_chunk_scan
 from .inner_network import InnerNetwork
 from .kept_plan import SegmentEnds
 from .memory_ops_native import native_scan
+from .memory_soup import Soup
 from .memory_state import MemoryState, PendingTokens
 from .scan_inputs import Rule, ScanInputs, ScanOptions, ScanResult
 from .segmented_scan import scan_segments
@@ -31,6 +32,7 @@ class MemoryCall(NamedTuple):
     """The checked arguments of `neural_memory`.
 
     All tensors are in the state's dtype, except that a scan may take q, k and v, pending ones too, in another one.
+    Where nothing is to be read, q has no tokens.
     """
 
     q: torch.Tensor
@@ -52,6 +54,10 @@ class MemoryCall(NamedTuple):
     kept: tuple[torch.Tensor, ...] | None = None
     mix: torch.Tensor | None = None
     segments: SegmentEnds | None = None
+
+    @property
+    def reads(self) -> bool:
+        return self.q.shape[1] > 0
 
 
 class MemoryResult(NamedTuple):
@@ -75,13 +81,13 @@ def _alike_rows(call: MemoryCall) -> MemoryResult:
     tokens = call.tokens
     if state.count:
         tokens = [torch.cat(pair, 1) for pair in zip(state.pending, call.tokens, strict=True)]
-    num_new, total = call.q.shape[1], tokens[0].shape[1]
+    num_new, total = call.tokens.k.shape[1], tokens[0].shape[1]
     whole = total // b * b
     reads, kept = [], ()
     if whole:
         # A lone chunk is read only where it is new; of several, the first one's pending tokens get idle queries.
         queries = [t[:, : num_new - (total - whole)] for t in _queries(call)]
-        if whole > b and state.count:
+        if whole > b and state.count and call.reads:
             queries = [F.pad(t, (0, 0, 0, 0, state.count, 0)) for t in queries]
         result = _scan(call, state, queries, [t[:, :whole] for t in tokens], whole // b, write=True)
         kept, state = result.kept, MemoryState(result.weights, result.momentum, state.pending, state.count)
@@ -92,16 +98,18 @@ def _alike_rows(call: MemoryCall) -> MemoryResult:
     # What a state keeps is its own: neither the caller's tensors nor the memory of a whole sequence.
     rest = PendingTokens(*(t[:, whole:] if state.count else t[:, whole:].clone() for t in tokens))
     chunk = None
-    if whole < total:
+    if whole < total and call.reads:
         queries = [t[:, max(num_new - (total - whole), 0) :] for t in _queries(call)]
         if _keeps_chunk(call):
-            output, surprise, chunk = _read_open(call, state, *queries, rest)
+            output, surprise, chunk = _read_open(call, state, queries, rest)
             reads.append((output, surprise))
         else:
             reads.append(_columns_of(_scan(call, state, queries, rest, 1, write=False), call))
-    outputs, surprises = zip(*reads, strict=True)
-    output = _joined(outputs)[:, -num_new:]
-    surprise = _joined(surprises)[:, -num_new:] if call.output_surprise else None
+    output, surprise = call.q, None
+    if call.reads:
+        outputs, surprises = zip(*reads, strict=True)
+        output = _joined(outputs)[:, -num_new:]
+        surprise = _joined(surprises)[:, -num_new:] if call.output_surprise else None
     state = MemoryState(state.weights, state.momentum, rest, total - whole, chunk)
     return MemoryResult(output, state, surprise, new)
 
@@ -118,22 +126,23 @@ def _queries(call: MemoryCall) -> list[torch.Tensor]:
 def _keeps_chunk(call: MemoryCall) -> bool:
     """Whether the call is one of those by which text is decoded: `read_open_chunk` reads its open chunk.
 
-    It is not for autograd nor for mixtures of memories, and a kernel reads open chunks itself. What it keeps pays off
-    where few tokens follow.
+    It is not for autograd, and a kernel reads open chunks itself. What it keeps pays off where few tokens follow.
     """
-    return is_short(call.q.shape[1]) and call.mix is None and call.scan in PLAIN_SCANS
+    return is_short(call.q.shape[1]) and call.scan in PLAIN_SCANS
 
 
-def _read_open(call: MemoryCall, state: MemoryState, q, tokens: PendingTokens) -> OpenRead:
+def _read_open(call: MemoryCall, state: MemoryState, queries, tokens: PendingTokens) -> OpenRead:
     """Reads the last of an open chunk's tokens (B, P + n, H, ...), of which P may be known by `state.chunk`."""
+    q, *mix = queries
     chunk = empty_chunk(state.weights) if state.chunk is None else state.chunk
     k, v, *gates = tokens
     if call.chunk_gates:
         gates = [t[:, :1].expand_as(t) for t in gates]
     v, *gates = (t[:, chunk.mixed.shape[2] - 1 :] for t in (v, *gates))
     memory, tokens = (_network(call), state.weights, state.momentum, chunk), NewTokens(q, k, v, *gates)
+    soup = Soup.of_tokens(mix[0], call.kept) if mix else None
     facts = {"sliding": call.rule.sliding, "surprise": call.output_surprise}
-    return read_open_chunk(*memory, tokens, _forget_to(call), **facts)
+    return read_open_chunk(*memory, tokens, _forget_to(call), soup=soup, **facts)
 
 
 def _read_one(call: MemoryCall) -> MemoryResult:
@@ -154,7 +163,8 @@ def _read_one(call: MemoryCall) -> MemoryResult:
     tokens = NewTokens(call.q, keys, call.tokens.v, *new)
     memory = (network, state.weights, state.momentum, chunk)
     facts = {"sliding": call.rule.sliding, "surprise": call.output_surprise}
-    read = read_open_chunk(*memory, tokens, _forget_to(call), real, **facts)
+    soup = None if call.mix is None else Soup.of_tokens(call.mix, call.kept)
+    read = read_open_chunk(*memory, tokens, _forget_to(call), real, soup, **facts)
     at = (places == state.count[:, None]) & real[:, None]
     pending = [
         torch.where(at.view(*at.shape, *(1,) * (t.dim() - 2)), t, p) for t, p in zip(call.tokens, pending, strict=True)
@@ -184,13 +194,20 @@ def _slotted_rows(call: MemoryCall) -> MemoryResult:
     if slots.stays_open and call.q.shape[1] == 1 and isinstance(state.count, torch.Tensor) and _keeps_chunk(call):
         return _read_one(call)
     tokens = [slots.to_slots(*pair) for pair in zip(state.pending, call.tokens, strict=True)]
-    idle = call.q.shape[0], state.pending.k.shape[1]
-    queries = [slots.to_slots(t.new_zeros(*idle, *t.shape[2:]), t) for t in _queries(call)]
-    num_chunks = queries[0].shape[1] // call.chunk_size
-    result = _scan(call, state, queries, tokens, num_chunks, write=num_chunks > 1 or not slots.stays_open)
     pending = PendingTokens(*(slots.open_chunk(t) for t in tokens))
+    if slots.stays_open and not call.reads:
+        state = MemoryState(state.weights, state.momentum, pending, slots.count)
+        return MemoryResult(call.q, state, None, handed_out((), call))
+    queries = _queries(call)
+    if call.reads:
+        idle = call.q.shape[0], state.pending.k.shape[1]
+        queries = [slots.to_slots(t.new_zeros(*idle, *t.shape[2:]), t) for t in queries]
+    num_chunks = tokens[0].shape[1] // call.chunk_size
+    result = _scan(call, state, queries, tokens, num_chunks, write=num_chunks > 1 or not slots.stays_open)
     state = MemoryState(result.weights, result.momentum, pending, slots.count)
-    output, surprise = (t if t is None else slots.to_columns(t) for t in _columns_of(result, call))
+    output, surprise = call.q, None
+    if call.reads:
+        output, surprise = (t if t is None else slots.to_columns(t) for t in _columns_of(result, call))
     return MemoryResult(output, state, surprise, handed_out(result.kept, call))
 
 

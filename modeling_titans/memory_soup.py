@@ -12,6 +12,7 @@ and x W_t is itself linear in the chunk's coefficients, which is where gamma_0 g
 Shapes: n chunks of a span, G rows times heads, b tokens in a chunk of which b_q are read, K kept weights.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -41,6 +42,13 @@ class Soup(NamedTuple):
         weights = [products.operand(w.flatten(1, 2)) for w in inputs.kept]
         return cls(inputs.mix[..., :1].flatten(0, 1), shares, weights)
 
+    @classmethod
+    def of_tokens(cls, mix: torch.Tensor, kept: Sequence[torch.Tensor]) -> "Soup":
+        """Of a call's tokens: shares (B, T, H, 1 + K) and weights (B, K, H, D_in, D_out)."""
+        shares = mix.transpose(1, 2).flatten(0, 1)
+        weights = [w.transpose(1, 2).flatten(0, 1).flatten(1, 2) for w in kept]
+        return cls(shares[..., :1], shares[..., 1:], weights)
+
     def add_to_(self, products: Products, layer: int, x: torch.Tensor, z: torch.Tensor) -> None:
         """Adds sum_i gamma_i (x W^(i)) to z; x and z (n * G, b_q, .)."""
         mixed = products.mm(scaled(self._by_row(x), self.shares), self.weights[layer])
@@ -67,6 +75,42 @@ class Soup(NamedTuple):
     def _add_by_row(self, t: torch.Tensor, rows: torch.Tensor) -> None:
         """Adds (G, n * b_q, D) to t (n * G, b_q, D)."""
         t.unflatten(0, (-1, self.shares.shape[0])).add_(rows.unflatten(1, (-1, t.shape[1])).transpose(0, 1))
+
+
+class KeptRoom:
+    """The kept weights that the segments of a scan read, each a few more: all lie in one tensor per layer, of which
+    what a segment reads is the front, since a copy for each segment would take memory quadratic in their number.
+
+    Attributes:
+        filled: per layer (G, K, D_in, D_out), what is kept by now.
+    """
+
+    def __init__(self, kept: tuple[torch.Tensor, ...], more: int):
+        """For ``kept`` weights and those of ``more`` segments."""
+        self.filled = kept
+        self._rooms = []
+        for w in kept:
+            room = w.new_empty(w.shape[0], w.shape[1] + more, *w.shape[2:])
+            room[:, : w.shape[1]] = w.detach()
+            self._rooms.append(room)
+
+    def put(self, new: tuple[torch.Tensor, ...]) -> None:
+        """Adds the weights of one more segment, per layer (G, D_in, D_out)."""
+        self.filled = tuple(map(_Put.apply, self._rooms, self.filled, new))
+
+
+class _Put(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, room: torch.Tensor, filled: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        """(G, places, D_in, D_out), of which (G, K, ...) are filled, and (G, ...) -> (G, K + 1, ...), in the room."""
+        room[:, filled.shape[1]] = new
+        # Scans keep these fronts for their backward. What is written behind them changes none, which a tensor with a
+        # version of its own says.
+        return room[:, : filled.shape[1] + 1].data
+
+    @staticmethod
+    def backward(ctx, bar: torch.Tensor) -> tuple[None, torch.Tensor, torch.Tensor]:
+        return None, bar[:, :-1], bar[:, -1]
 
 
 def own_part(read: ReadCoefficients, own: torch.Tensor) -> ReadCoefficients:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 
 from .kept_plan import SegmentEnds
+from .memory_soup import KeptRoom
 from .scan_inputs import ScanInputs, ScanOptions, ScanResult
 
 
@@ -37,10 +38,13 @@ def scan_segments(
     num_chunks = inputs.k.shape[0]
     state: State = (inputs.weights, inputs.momentum)
     results, kept, begin = [], [], 0
+    room = None if inputs.mix is None else KeptRoom(inputs.kept, len(ends.chunks))
     parts = _parts(ends, num_chunks, inputs.mix is None)
     for (number, length), span in zip(parts, inputs.split_chunks([length for _, length in parts]), strict=True):
         stop = begin + length
-        span, span_options = _mixing(span, kept), options.of_chunks(begin, stop)
+        span_options = options.of_chunks(begin, stop)
+        if room is not None:
+            span = span._replace(kept=room.filled, mix=span.mix[..., : 1 + room.filled[0].shape[1]])
         if number > 1:
             result, states = _scan_side_by_side(scan, span, span_options, number, start)
         else:
@@ -49,6 +53,8 @@ def scan_segments(
             states = [state[0]] if stop - 1 in ends.chunks else []
         results.append(result)
         kept += states
+        if room is not None and states:
+            room.put(states[0])
         if states and ends.restarts:
             state = _restart(ends, len(kept) - 1, start, state)
         begin = stop
@@ -67,18 +73,6 @@ def _parts(ends: SegmentEnds, num_chunks: int, is_free: bool) -> list[tuple[int,
     if borders[-1] < num_chunks:
         parts.append((1, num_chunks - borders[-1]))
     return parts
-
-
-def _mixing(inputs: ScanInputs, kept: list[tuple[torch.Tensor, ...]]) -> ScanInputs:
-    """What is read where ``kept`` has been kept in this scan, on top of what was before."""
-    if inputs.mix is None:
-        return inputs
-    weights = inputs.kept
-    if kept:
-        weights = tuple(
-            torch.cat([w, torch.stack(new, 1)], 1) for w, new in zip(weights, zip(*kept, strict=True), strict=True)
-        )
-    return inputs._replace(kept=weights, mix=inputs.mix[..., : 1 + weights[0].shape[1]])
 
 
 def _restart(ends: SegmentEnds, number: int, start: State, state: State) -> State:

@@ -248,6 +248,8 @@ def take(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 def take_or_zero(parts: Sequence[torch.Tensor], index: torch.Tensor) -> torch.Tensor:
     """As `take`, of the parts (B, ., ...) behind one another; an index behind the last one gives zero."""
     shape = parts[0].shape
+    if not index.shape[1]:
+        return parts[0][:, :0]
     return take(torch.cat([*parts, parts[0].new_zeros(shape[0], 1, *shape[2:])], 1), index)
 
 

@@ -59,6 +59,24 @@ def test_checks_find_the_kernels_right(memory, dtype, config, rules):
     assert max(errors.values()) <= allowed
 
 
+@pytest.mark.slow
+def test_checks_find_the_kernels_of_every_rule_right():
+    cases = printed(
+        "import json\n"
+        "from gpu_checks import RULE_CASES, Case, errors_of\n"
+        "sizes = dict(num_chunks=2, groups=2, chunk_size=16, head_dim=16)\n"
+        "cases = [Case(dtype='float32', rules=True, **fields, **sizes) for fields in RULE_CASES]\n"
+        "print(json.dumps([(case.rule, case.plain, errors_of(case, 'cpu'), case.allowed()) for case in cases]))"
+    )
+    assert {(rule, plain) for rule, plain, _, _ in cases} == {
+        ("dla", False),
+        *((rule, True) for rule in ("titans", "linear_attention", "swla")),
+    }
+    for rule, _, errors, allowed in cases:
+        assert {"output", "decode", "gradient of forget_to 0"} <= set(errors), rule
+        assert max(errors.values()) <= allowed, rule
+
+
 def test_checks_find_a_wrong_kernel():
     errors, allowed = printed(
         "import json\n"

@@ -402,6 +402,26 @@ def test_surprise_is_optional_and_not_differentiable(backend):
     assert not run_op(inputs, backend, output_surprise=True).surprise.requires_grad
 
 
+WRITTEN_ONLY = {
+    "alike": {"length": 14, "count": 2},
+    "stays_open": {"length": 1, "count": 2},
+    "ragged": {"length": 13, "count": [0, 3]},
+    "ragged_stays_open": {"length": 1, "count": [0, 2]},
+    "packed": {"document_starts": bits("1010010001010", "1100100110001"), "forget_to": "start"},
+}
+
+
+@both_backends
+@pytest.mark.parametrize("options", WRITTEN_ONLY.values(), ids=WRITTEN_ONLY)
+def test_what_is_written_does_not_depend_on_reading(backend, options):
+    inputs = make_inputs(**options).require_grad()
+    named = [result_tensors(run_op(inputs, backend, read=read), inputs.chunk_size) for read in (True, False)]
+    for tensors in named:
+        del tensors["output"]
+    assert_same(*named, 0)
+    assert_same(*(input_gradients(tensors, inputs) for tensors in named), TOLERANCE[torch.float64])
+
+
 def scattered(tensor: torch.Tensor) -> torch.Tensor:
     """The same values at strides that are neither contiguous nor ordered."""
     wide = tensor.detach().transpose(0, -1).repeat_interleave(2, 0)

@@ -155,8 +155,16 @@ def test_rounding_is_the_same_without_a_processor_that_multiplies_pairs(sizes, m
         assert_close(name, actual[name], tensor, 2.0**-9)
 
 
+GUARDED = [
+    {"b": 9, "D": 5, "h": 7, "b_q": 4},
+    {"b": 9, "D": 5, "h": 7, "b_q": 0},
+    {"b": 16, "depth": 3},
+    {"b": 24, "depth": 1},
+]
+
+
 @pytest.mark.parametrize("products", [None, torch.bfloat16])
-@pytest.mark.parametrize("sizes", [{"b": 9, "D": 5, "h": 7, "b_q": 4}, {"b": 16, "depth": 3}, {"b": 24, "depth": 1}])
+@pytest.mark.parametrize("sizes", GUARDED)
 def test_nothing_is_read_before_it_is_written_or_beside_what_was_given(sizes, products, monkeypatch, nan_filled_empty):
     """Tensors lie in guards of NaN, and so do results; the library's own buffers are NaN at first."""
     library, guards = native_library.native_library("TITANS_POISON"), Guards()

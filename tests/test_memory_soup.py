@@ -31,10 +31,11 @@ from titans_testing import (
     run_oracle,
 )
 from transformers_titans import chunk_forward
+from transformers_titans.kept_plan import SegmentEnds
 from transformers_titans.memory_ops import neural_memory
 from transformers_titans.memory_ops_triton import reason_against, triton_scan
 from transformers_titans.memory_read import read_memory
-from transformers_titans.memory_soup import Soup
+from transformers_titans.memory_soup import KeptRoom, Soup
 from transformers_titans.state_pair import Products
 from transformers_titans.triton_decode import decode
 from triton_testing import scan_inputs, scan_options
@@ -404,10 +405,13 @@ def test_compiled_spans_equal_plain_ones(forget_to, monkeypatch):
 
 
 def test_the_op_compiles_without_a_graph_break():
+    """Over a segment's end, too."""
     torch._dynamo.reset()
     inputs = make_inputs(length=7, count=2, depth=1).require_grad()
     mixture = make_mixture(inputs, 2).map(leaf)
-    arguments = op_arguments(inputs) | mixture.arguments()
+    mix = torch.cat([mixture.mix, (torch.arange(7) >= 2).to(F64).view(1, 7, 1, 1).expand(2, -1, 2, -1)], -1)
+    arguments = op_arguments(inputs) | {"kept_weights": mixture.kept, "mix": mix}
+    arguments["segments"] = SegmentEnds((0,), None, False)
     expected = result_tensors(neural_memory(**arguments), 4)
     actual = result_tensors(torch.compile(neural_memory, fullgraph=True, backend="aot_eager")(**arguments), 4)
     assert_same(actual, expected)
@@ -423,6 +427,25 @@ def test_the_chunks_of_a_span_share_one_copy_of_the_kept_weights():
     soup = Soup.of(inputs, Products(None, F64))
     assert [w.data_ptr() for w in soup.weights] == [w.data_ptr() for w in kept]
     assert [tuple(w.shape) for w in soup.weights] == [(3, 32, 24), (3, 48, 16)]
+
+
+def test_the_segments_of_a_scan_share_one_copy_of_the_kept_weights():
+    kept = torch.randn(3, 2, 5, 7, dtype=F64, requires_grad=True)
+    new = [torch.randn(3, 5, 7, dtype=F64, requires_grad=True) for _ in range(3)]
+    room, fronts = KeptRoom((kept,), len(new)), []
+    for w in new:
+        room.put((w,))
+        fronts.append(room.filled[0])
+    copies = [torch.cat([kept, torch.stack(new[:n], 1)], 1) for n in (1, 2, 3)]
+    assert len({front.untyped_storage().data_ptr() for front in fronts}) == 1
+    assert all(map(torch.equal, fronts, copies))
+    # Squares keep their operands for the backward, although the room was filled on meanwhile.
+    of_fronts, of_copies = (
+        torch.autograd.grad(sum(((n + 1) * t.square()).sum() for n, t in enumerate(tensors)), [kept, *new])
+        for tensors in (fronts, copies)
+    )
+    for actual, expected in zip(of_fronts, of_copies, strict=True):
+        assert_close("gradient", actual, expected, TOLERANCE[F64])
 
 
 BAD = {

@@ -74,7 +74,7 @@ def scan_inputs(
         return tuple(scale * normal(*shape) / math.sqrt(shape[1] / D) for shape in shapes)
 
     return ScanInputs(
-        unit(N, G, b_q or b, D),
+        unit(N, G, b if b_q is None else b_q, D),
         unit(N, G, b, D),
         unit(N, G, b, D),
         *(scale * chance(N, G, b) for scale in (0.1, 0.02, 1.0)),
