@@ -1,6 +1,6 @@
 # Copyright 2026 The transformers-titans authors.
 # SPDX-License-Identifier: Apache-2.0
-"""transformers' own tests of models and of `generate()`, on every variant.
+"""transformers' own tests of models and of `generate()`, on every variant, and on three with memory caching.
 
 They are transformers' files, run from a checkout that TRANSFORMERS_REPO names; here stand the tiny models, and what
 the suite must be told of a cache that holds states in place of keys and values. CONTRIBUTING.md says how to run them.
@@ -14,6 +14,9 @@ Results with transformers 5.24.0 and torch 2.13, on a CPU, offline, and those of
 | mal        |    149 |      0 |     160 |
 | mag        |    149 |      0 |     160 |
 | mac        |    147 |      0 |     162 |
+| lmm, grm   |    118 |      0 |     191 |
+| mag, soup  |    149 |      0 |     160 |
+| mac, ssc   |    147 |      0 |     162 |
 
 The test files were those of the 5.24.0 source distribution; for the ones that it leaves out (`tests/generation`,
 `tests/exporters`, `tests/utils`, `causal_lm_tester.py`, Qwen3-Next's) those of 5.16.0.dev0 (19 August 2026), in which
@@ -31,6 +34,7 @@ import sys
 import unittest
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -89,6 +93,8 @@ class TitansModelTester(CausalLMModelTester):
             segment_length=4,
             sliding_window=5,
             num_persistent_tokens=2,
+            cache_segment_length=4,
+            **parent.fields,
         )
 
 
@@ -96,6 +102,7 @@ class TransformersSuite(CausalLMModelTest):
     """What the tests of all variants share: how to look at a Titans cache, and where transformers' habits differ."""
 
     variant: str
+    fields: dict[str, Any] = {}
     model_tester_class = TitansModelTester
 
     def setUp(self):
@@ -178,5 +185,23 @@ class MACTest(AttentionSuite, unittest.TestCase):
 
     def test_training_overfit(self):
         # Its 300 steps of 64 tokens would take minutes in segments of four.
-        self.model_tester.memory_chunk_size = self.model_tester.segment_length = 32
+        for name in ("memory_chunk_size", "segment_length", "cache_segment_length"):
+            setattr(self.model_tester, name, 32)
         super().test_training_overfit()
+
+
+class LMMCachingTest(LMMTest):
+    fields = {"memory_caching": "grm"}
+
+
+class MAGCachingTest(MAGTest):
+    fields = {"memory_caching": "soup", "cache_initialization": "independent", "cache_max_segments": 2}
+
+
+class MACCachingTest(MACTest):
+    fields = {
+        "memory_caching": "ssc",
+        "cache_segmentation": "logarithmic",
+        "cache_initialization": "independent",
+        "cache_top_k": 1,
+    }
