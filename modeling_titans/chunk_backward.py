@@ -85,9 +85,10 @@ def scan_backward(
         state_bar = scan.join(state_bar[:depth], state_bar[depth:])
     tokens = [torch.empty_like(t) for t in (*list(inputs)[:6], inputs.mix) if t is not None]
     sums: list[list[torch.Tensor]] = [[], [], [], []]
+    number = len(options.ends)
     for at, span_starts in zip(reversed(spans_of(inputs, options)), reversed(starts), strict=True):
-        if at.stop - 1 in options.ends:
-            number = options.ends.index(at.stop - 1)
+        if number and at.stop - 1 == options.ends[number - 1]:
+            number -= 1
             for pair, bar, ended_bar in zip(scan.pairs, state_bar, kept_bar, strict=True):
                 pair.weights(bar).add_(ended_bar[number])
         span = take_span(inputs, options, at)

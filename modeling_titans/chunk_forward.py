@@ -57,13 +57,6 @@ class Scan:
         halves += [pair.momentum(x) for pair, x in zip(self.pairs, state, strict=True)]
         return [half.contiguous() for half in halves]
 
-    def room_for_kept(self) -> list[torch.Tensor]:
-        """Per layer (J, G, D_in, D_out), that lies as the pairs' halves do."""
-        number, room = len(self.options.ends), []
-        for pair, w in zip(self.pairs, self.inputs.weights, strict=True):
-            room.append(pair.oriented(w.new_empty(number, w.shape[0], *pair.oriented(w).shape[-2:])))
-        return room
-
     def coefficients(self) -> ChunkCoefficients:
         gates = (self.inputs.theta, self.inputs.alpha, self.inputs.eta)
         sliding = self.options.rule.sliding
@@ -87,7 +80,9 @@ def spans_of(inputs: ScanInputs, options: ScanOptions) -> list[slice]:
     if inputs.k.device.type == "cpu":
         width = max(w.shape[-1] for w in inputs.weights)
         size = min(max(CPU_ELEMENTS // (rows * length * width), 1), size)
-    borders = sorted({0, *(chunk + 1 for chunk in options.ends), num_chunks})
+    borders = [0, *(chunk + 1 for chunk in options.ends)]
+    if borders[-1] < num_chunks:
+        borders.append(num_chunks)
     return [
         slice(first, min(first + size, stop))
         for begin, stop in itertools.pairwise(borders)
@@ -144,9 +139,10 @@ def scan_forward(inputs: ScanInputs, options: ScanOptions, keep: bool):
         each span the pairs at its chunks' starts, per layer (n, G, 2 * narrow, wide).
     """
     scan, spans = Scan(inputs, options), spans_of(inputs, options)
-    ended = scan.room_for_kept() if options.ends else []
     state = scan.join(inputs.weights, inputs.momentum)
     outputs, surprises, kept = [], [], []
+    ended = [w.new_empty(len(options.ends), *w.shape) for w in inputs.weights] if options.ends else []
+    number = 0
     for at in spans:
         starts = _starts(state, at.stop - at.start)
         span = take_span(inputs, options, at)
@@ -155,10 +151,11 @@ def scan_forward(inputs: ScanInputs, options: ScanOptions, keep: bool):
         surprises.append(surprise)
         if keep:
             kept.append(starts)
-        if at.stop - 1 in options.ends:
-            number = options.ends.index(at.stop - 1)
+        # Not "in": a tracer may know the ends as symbols.
+        if number < len(options.ends) and at.stop - 1 == options.ends[number]:
             for room, pair, x in zip(ended, scan.pairs, state, strict=True):
                 room[number] = pair.weights(x)
+            number += 1
     results = [outputs[0] if len(outputs) == 1 else torch.cat(outputs)]
     if options.write:
         results += scan.split(state) + ended

@@ -259,7 +259,7 @@ def _scan(call: MemoryCall, state: MemoryState, queries, tokens, num_chunks: int
     def by_row(layers) -> tuple[torch.Tensor, ...]:
         return tuple(w.unflatten(0, (batch_size, -1)) for w in layers)
 
-    kept = tuple(w.unflatten(1, (batch_size, -1)).transpose(0, 1) for w in result.kept)
+    kept = tuple(w.unflatten(1, (batch_size, -1)).transpose(0, 1).contiguous() for w in result.kept)
     return result._replace(weights=by_row(result.weights), momentum=by_row(result.momentum), kept=kept)
 
 
