@@ -73,7 +73,7 @@ class CachingOptions:
         if found is None:
             return equal_shares(self.kind, allowed, runs, q)
         top_k = self.top_k if self.kind == "ssc" else None
-        return gated_shares(found.kept, found.running, allowed, runs, top_k)
+        return gated_shares(found, allowed, runs, top_k)
 
 
 def read_with_caching(
