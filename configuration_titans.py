@@ -110,7 +110,8 @@ class TitansConfig(PreTrainedConfig):
             span of chunks through `torch.compile`: for long training on a CPU), `"native"` (the same in C++ on a CPU,
             faster; compiled on first use, which needs a C++ compiler and the installed package), `"recurrent"` (token
             by token, to check the others); `"auto"` is `"triton"` on a GPU where it takes the sizes and is installed,
-            else `"chunked"`. One asked for by name is never replaced by another.
+            else `"chunked"`. One asked for by name is never replaced by another. `"triton"` and `"native"` do not
+            read `memory_caching="soup"`.
         memory_residual (`bool`, *optional*, defaults to `True`):
             Whether the memory network adds its input to its output.
         memory_norm (`bool`, *optional*, defaults to `True`):
@@ -309,6 +310,11 @@ class TitansConfig(PreTrainedConfig):
             raise ValueError(f"memory_max_lr must be > 0 and finite, got {self.memory_max_lr}")
         if not 0 < self.memory_max_forget < 1:
             raise ValueError(f"memory_max_forget must be > 0 and < 1, got {self.memory_max_forget}")
+        if self.memory_caching == "soup" and self.memory_backend in ("triton", "native"):
+            allowed = tuple(name for name in CHOICES["memory_backend"] if name not in ("triton", "native"))
+            raise ValueError(
+                f"memory_backend must be one of {allowed} with memory_caching='soup', got {self.memory_backend!r}"
+            )
         if self.cache_max_segments is not None:
             if self.cache_max_segments < 1:
                 raise ValueError(f"cache_max_segments must be >= 1 or None, got {self.cache_max_segments}")
