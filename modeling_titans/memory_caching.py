@@ -47,9 +47,14 @@ class CachingOptions:
 
     @classmethod
     def of(cls, config) -> "CachingOptions | None":
-        """None: no caching."""
+        """None: no caching.
+
+        Raises:
+            ValueError: if the fields, which may have been assigned since the config was made, do not fit.
+        """
         if config.memory_caching is None:
             return None
+        config.validate_caching()
         kept = KeptOptions(
             config.cache_segment_length,
             config.memory_chunk_size,
