@@ -110,7 +110,8 @@ class TitansConfig(PreTrainedConfig):
             span of chunks through `torch.compile`: for long training on a CPU), `"native"` (the same in C++ on a CPU,
             faster; compiled on first use, which needs a C++ compiler and the installed package), `"recurrent"` (token
             by token, to check the others); `"auto"` is `"triton"` on a GPU where it takes the sizes and is installed,
-            else `"chunked"`. One asked for by name is never replaced by another.
+            else `"chunked"`. One asked for by name is never replaced by another. `"triton"` and `"native"` do not
+            read `memory_caching="soup"`.
         memory_residual (`bool`, *optional*, defaults to `True`):
             Whether the memory network adds its input to its output.
         memory_norm (`bool`, *optional*, defaults to `True`):
@@ -258,9 +259,12 @@ class TitansConfig(PreTrainedConfig):
 
     def validate_choices(self):
         """Part of `@strict`-powered validation: fields of fixed words."""
-        for name, allowed in CHOICES.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} must be one of {allowed}, got {getattr(self, name)!r}")
+        for name in CHOICES:
+            self._validate_choice(name)
+
+    def _validate_choice(self, name: str) -> None:
+        if getattr(self, name) not in CHOICES[name]:
+            raise ValueError(f"{name} must be one of {CHOICES[name]}, got {getattr(self, name)!r}")
 
     def validate_sizes(self):
         """Part of `@strict`-powered validation: numbers and their lower bounds."""
@@ -329,12 +333,23 @@ class TitansConfig(PreTrainedConfig):
                         f"memory_rule={self.memory_rule!r} needs {name}={needed}, got {getattr(self, name)}; set "
                         "memory_depth=1, memory_residual=False, memory_norm=False"
                     )
+
+    def validate_caching(self):
+        """Part of `@strict`-powered validation: what memory caching needs, also where a loaded model is switched."""
+        if self.memory_caching is None:
+            return
+        for name in ("memory_caching", "cache_initialization", "cache_segmentation", "connector"):
+            self._validate_choice(name)
         if self.cache_segment_length % max(self.memory_chunk_size, 1):
-            if self.memory_caching is not None:
-                raise ValueError(
-                    f"cache_segment_length must be a multiple of memory_chunk_size={self.memory_chunk_size}, "
-                    f"got {self.cache_segment_length}"
-                )
+            raise ValueError(
+                f"cache_segment_length must be a multiple of memory_chunk_size={self.memory_chunk_size}, "
+                f"got {self.cache_segment_length}"
+            )
+        if self.memory_caching == "soup" and self.memory_backend in ("triton", "native"):
+            allowed = tuple(name for name in CHOICES["memory_backend"] if name not in ("triton", "native"))
+            raise ValueError(
+                f"memory_backend must be one of {allowed} with memory_caching='soup', got {self.memory_backend!r}"
+            )
 
 
 def _refuse_misspelled(names, fields) -> None:

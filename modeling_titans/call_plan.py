@@ -136,8 +136,7 @@ def plan_columns(
 def _real_columns(attention_mask, shape: tuple[int, int], num_past: int, device) -> torch.Tensor:
     if attention_mask is None:
         return torch.ones(shape, dtype=torch.bool, device=device)
-    if not torch.is_tensor(attention_mask):
-        raise ValueError(f"attention_mask must be a tensor, got {type(attention_mask).__name__}")
+    _check_is_tensor("attention_mask", attention_mask)
     allowed = (shape, (shape[0], num_past + shape[1]))
     if tuple(attention_mask.shape) not in allowed:
         raise ValueError(
@@ -147,11 +146,17 @@ def _real_columns(attention_mask, shape: tuple[int, int], num_past: int, device)
     return attention_mask[:, attention_mask.shape[1] - shape[1] :].to(device=device, dtype=torch.bool)
 
 
+def _check_is_tensor(name: str, value) -> None:
+    if not torch.is_tensor(value):
+        raise ValueError(f"{name} must be a tensor, got {type(value).__name__}")
+
+
 def _either(*shapes: tuple) -> str:
     return " or ".join(map(str, dict.fromkeys(shapes)))
 
 
 def _check_shape(name: str, value: torch.Tensor, shape: tuple[int, int], device) -> torch.Tensor:
+    _check_is_tensor(name, value)
     if value.dim() != 2 or value.shape[1] != shape[1] or value.shape[0] not in (1, shape[0]):
         raise ValueError(f"{name} must be {_either(shape, (1, shape[1]))}, got {tuple(value.shape)}")
     if value.is_floating_point():
@@ -160,6 +165,7 @@ def _check_shape(name: str, value: torch.Tensor, shape: tuple[int, int], device)
 
 
 def _packed_starts(cu_seq_lens: torch.Tensor, shape: tuple[int, int], device) -> torch.Tensor:
+    _check_is_tensor("cu_seq_lens_q", cu_seq_lens)
     if shape[0] != 1 or cu_seq_lens.dim() != 1:
         raise ValueError(
             f"cu_seq_lens_q describes one flattened row: it must be 1-dimensional with batch size 1, "

@@ -53,7 +53,11 @@ class TitansGenerationMixin:
     def _prepare_cache_for_generation(
         self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
     ) -> None:
-        """Puts a `TitansCache` into ``model_kwargs``, or makes the user's own fit the rows to be generated."""
+        """Puts a `TitansCache` into ``model_kwargs``, or makes the user's own fit the rows to be generated.
+
+        As in `forward`, a cache that is passed is used, whatever ``use_cache`` says: often that is only a `False` left
+        in the config by a training script. Without this the whole text would be fed to it again for every token.
+        """
         implementation = generation_config.cache_implementation
         if implementation not in CACHE_IMPLEMENTATIONS:
             raise ValueError(
@@ -72,6 +76,7 @@ class TitansGenerationMixin:
             raise ValueError(f"cache must be a TitansCache, got {type(cache).__name__}")
         if generation_mode == GenerationMode.ASSISTED_GENERATION and cache.get_seq_length():
             raise ValueError(ASSISTED_WITH_MEMORY)
+        generation_config.use_cache = True
         super()._prepare_cache_for_generation(
             generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
         )

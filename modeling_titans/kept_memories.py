@@ -99,14 +99,32 @@ class Relevance(NamedTuple):
     Attributes:
         kept: r (B, T, H, K + E), the memories kept before and the call's own.
         running: r (B, T, H) of the running segment, up to the token itself.
-        keys: (B, K + E, H, D).
+        keys: (B, K + E, H, D), in the order of time.
         total: (B, H, D) behind the call.
+        u: (B, T, H, D) what was compared.
     """
 
     kept: torch.Tensor
     running: torch.Tensor
     keys: torch.Tensor
     total: torch.Tensor
+    u: torch.Tensor
+
+    @torch.no_grad()
+    def choice(self, allowed: torch.Tensor, number: int) -> torch.Tensor:
+        """(B, T, H, number) the memories of the largest r among those that a token may read, (B or 1, T, K + E).
+
+        Of several whose r differ by no more than rounding, the latest ones: in a text that repeats itself whole
+        segments are alike, and how a text is split over calls, which says how sums are rounded, must not decide what
+        is read.
+        """
+        places, width = self.keys.shape[1], self.keys.shape[3]
+        step = torch.finfo(self.keys.dtype).eps ** 0.75 / math.sqrt(width)
+        order = torch.arange(places, device=self.keys.device).unsqueeze(1) * step
+        ahead = (torch.linalg.vector_norm(self.keys, dim=-1) * order).transpose(1, 2).unsqueeze(1)
+        length = torch.linalg.vector_norm(self.u, dim=-1, keepdim=True)
+        scores = torch.addcmul(self.kept, length, ahead).masked_fill(~allowed.unsqueeze(2), -math.inf)
+        return scores.topk(number, sorted=False).indices
 
 
 def relevance(u: torch.Tensor, kept: KeptMemories, plan: KeptPlan) -> Relevance:
@@ -148,7 +166,7 @@ def compare(u: torch.Tensor, keys: torch.Tensor, mean: torch.Tensor, total: torc
     """Scores of u (B, T, H, D) with ``keys`` (B, K, H, D) and with the running segments' means (B, T or 1, H, D)."""
     scale = 1 / math.sqrt(u.shape[-1])
     running = torch.linalg.vecdot(u, mean) * scale
-    return Relevance(torch.einsum("bthd,bkhd->bthk", u, keys * scale), running, keys, total)
+    return Relevance(torch.einsum("bthd,bkhd->bthk", u, keys * scale), running, keys, total, u)
 
 
 def _means(sums: torch.Tensor, kept: KeptMemories, plan: KeptPlan) -> torch.Tensor:
@@ -192,27 +210,24 @@ def equal_shares(kind: str, allowed: torch.Tensor, runs: torch.Tensor, like: tor
     return Shares(running.unsqueeze(-1).expand(shape), kept.unsqueeze(2).expand(*shape, -1))
 
 
-def gated_shares(
-    scores: torch.Tensor, running: torch.Tensor, allowed: torch.Tensor, runs: torch.Tensor, top_k: int | None
-) -> Shares:
+def gated_shares(found: Relevance, allowed: torch.Tensor, runs: torch.Tensor, top_k: int | None) -> Shares:
     """Softmax over the memories that a token reads (Memory Caching, eq. 9 and 17).
 
     Args:
-        scores: r (B, T, H, K) of the kept memories.
-        running: (B, T, H) of the running one.
+        found: r of all of them.
         allowed, runs: as for `equal_shares`.
         top_k: how many of the kept ones are read, those of the largest r; None: all.
     """
-    allowed, index = allowed.unsqueeze(2), None
+    scores, index = found.kept, None
     if top_k is not None:
         number = scores.shape[-1]
-        # Apart from autograd, which knows no gradient of what is not chosen, and keeps nothing of the mask.
-        masked = torch.where(allowed, scores.detach(), -math.inf)
-        chosen = masked.topk(min(top_k, number), sorted=False).indices
-        scores, allowed = scores.gather(3, chosen), allowed.expand_as(scores).gather(3, chosen)
-        index = torch.where(allowed, chosen, number)
+        chosen = found.choice(allowed, min(top_k, number))
+        allowed = allowed.unsqueeze(2).expand_as(scores).gather(3, chosen)
+        scores, index = scores.gather(3, chosen), torch.where(allowed, chosen, number)
+    else:
+        allowed = allowed.unsqueeze(2)
     scores = scores.masked_fill(~allowed, -math.inf)
-    running = running.masked_fill(~runs.unsqueeze(-1), -math.inf)
+    running = found.running.masked_fill(~runs.unsqueeze(-1), -math.inf)
     shares = torch.cat([running.unsqueeze(-1), scores], -1).softmax(-1)
     return Shares(shares[..., 0], shares[..., 1:], index)
 

@@ -47,9 +47,14 @@ class CachingOptions:
 
     @classmethod
     def of(cls, config) -> "CachingOptions | None":
-        """None: no caching."""
+        """None: no caching.
+
+        Raises:
+            ValueError: if the fields, which may have been assigned since the config was made, do not fit.
+        """
         if config.memory_caching is None:
             return None
+        config.validate_caching()
         kept = KeptOptions(
             config.cache_segment_length,
             config.memory_chunk_size,
@@ -73,7 +78,7 @@ class CachingOptions:
         if found is None:
             return equal_shares(self.kind, allowed, runs, q)
         top_k = self.top_k if self.kind == "ssc" else None
-        return gated_shares(found.kept, found.running, allowed, runs, top_k)
+        return gated_shares(found, allowed, runs, top_k)
 
 
 def read_with_caching(

@@ -196,17 +196,24 @@ class TitansModel(TitansPreTrainedModel):
         ``reader``: a compiled form of `read_blocks` for calls that it suits. Returns the stream, and for each layer
         its inner losses and attention weights.
         """
-        states = [None if cache is None else kept.state for kept in (self.layers if cache is None else cache.layers)]
+        blocks = self._blocks()
+        states = [None if cache is None else kept.state for kept in (blocks if cache is None else cache.layers)]
         plan = self._plan(hidden_states, columns, states[0])
         read = read_blocks
         if reader is not None and stays_open(hidden_states.shape[1], plan.content, states[0]):
             read = reader
         sealed = [Sealed(state) for state in states]
-        streams, outputs = read(self.layers, hidden_states, sealed, plan, output_surprise, output_attentions)
+        streams, outputs = read(blocks, hidden_states, sealed, plan, output_surprise, output_attentions)
         if cache is not None:
             inputs = streams[:-1] if cache.is_recording else [None] * len(outputs)
             cache.advance(columns, [output[1].content for output in outputs], inputs)
         return streams[-1], tuple(output[2] for output in outputs), tuple(output[3] for output in outputs)
+
+    def _blocks(self) -> nn.ModuleList:
+        """The blocks to read with: all of them, except while `generate(assistant_early_exit=...)` drafts with the
+        first ones, which it says in the config. A slice is another object, which would be compiled anew."""
+        number = self.config.num_hidden_layers
+        return self.layers if number == len(self.layers) else self.layers[:number]
 
     def _plan(self, hidden_states, columns: Columns | None, state) -> Sealed:
         """The `LayerPlan` of a call that begins where a layer has this state."""
@@ -269,7 +276,7 @@ class TitansModel(TitansPreTrainedModel):
         plan = self._plan(cache.layers[0].inputs[:, offset:], cache.columns_to_replay(), base)
         states = [
             layer(kept.inputs[:, offset:], state=Sealed(kept.marks[-1][1]), plan=plan, only_state=True)[1].content
-            for layer, kept in zip(self.layers, cache.layers, strict=True)
+            for layer, kept in zip(self._blocks(), cache.layers, strict=True)
         ]
         cache.replayed(states)
 

@@ -197,9 +197,9 @@ class CachingMemory(DocumentMemory):
         return (u[head] * member.key[head]).sum() / math.sqrt(self.config.memory_head_dim)
 
     def _selected(self, u: torch.Tensor, head: int, kept: list[Member], has_running: bool) -> list[bool]:
-        """Which memories a head reads: the kept ones of the highest scores, and the running one."""
-        scores = [self._score(u, member, head).item() for member in kept]
-        best = sorted(range(len(kept)), key=lambda i: scores[i], reverse=True)[: self.config.cache_top_k]
+        """Which ones a head reads: the running one, and the kept ones of the highest scores, the later of equals."""
+        scores = [round(self._score(u, member, head).item(), 12) for member in kept]
+        best = sorted(range(len(kept)), key=lambda i: (scores[i], i), reverse=True)[: self.config.cache_top_k]
         return [i in best for i in range(len(kept))] + [True] * has_running
 
     def _gamma(self, u: torch.Tensor, members: list[Member], allowed: list[list[bool]]) -> list[torch.Tensor]:

@@ -55,6 +55,21 @@ def test_every_cut_in_two(name, way):
 
 
 @every_way
+@pytest.mark.parametrize("sizes", [None, 1, [5, 2, 1, 9, 3, 7]], ids=["one_call", "tokens", "mixed"])
+@pytest.mark.parametrize("name", ["ssc_projection", "ssc_query"])
+def test_of_segments_that_are_alike_the_latest_are_read(name, sizes, way):
+    """A text that repeats itself: all segments fit a token equally, but their memories differ. Which ones are read
+    must not follow from how sums were rounded, hence not from the calls nor from the other rows."""
+    phrase = random_states(1, SEGMENT, seed=4)
+    repeated = phrase.repeat(1, LENGTH // SEGMENT + 1, 1)[:, :LENGTH]
+    layer = small_layer(AGGREGATIONS[name], way, memory_conv_kernel_size=0)
+    mask = torch.ones(2, LENGTH, dtype=torch.bool)
+    mask[0, :SEGMENT] = False
+    assert_equals_oracle(layer, repeated, sizes=sizes)
+    assert_equals_oracle(layer, repeated.repeat(2, 1, 1), mask=mask, sizes=sizes)
+
+
+@every_way
 @every_aggregation
 def test_gradients_pass_through_states(aggregation, way):
     """What is kept carries a graph into later calls, as the rest of the state does."""

@@ -306,6 +306,14 @@ def test_bound_of_kept_memories_that_cannot_be_is_refused(fields, said):
         TitansConfig(memory_caching="grm", **fields)
 
 
+@pytest.mark.parametrize("backend", ["triton", "native"])
+def test_backends_that_read_no_mixture_are_refused_for_soup(backend):
+    said = r"memory_backend must be one of \('auto', .*\) with memory_caching='soup', got '" + backend
+    with pytest.raises(REFUSED, match=said):
+        TitansConfig(memory_caching="soup", memory_backend=backend)
+    assert TitansConfig(memory_caching="grm", memory_backend=backend).memory_backend == backend
+
+
 @pytest.mark.parametrize("most", [None, 1, 7])
 def test_kept_memories_may_be_bounded(most, tmp_path):
     TitansConfig(memory_caching="grm", cache_max_segments=most).save_pretrained(tmp_path)

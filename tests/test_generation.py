@@ -328,6 +328,19 @@ def test_primed_cache_is_repeated_for_the_rows_to_come(variant, arguments):
     assert torch.equal(results[0], results[1])
 
 
+@pytest.mark.parametrize("arguments", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
+@every_variant
+def test_a_cache_that_is_passed_is_used_where_the_config_says_none(variant, arguments):
+    """Training scripts leave `use_cache=False` behind in a checkpoint's config."""
+    model = variant_model(variant, dtype=torch.float64)
+    text = random_ids(2, 17)
+    expected = model.generate(text, max_new_tokens=9, **ENDLESS, **arguments)
+    model.generation_config.use_cache = False
+    cache = primed_cache(model, text[:, :13])
+    generated = model.generate(text, cache=cache, max_new_tokens=9, **ENDLESS, **arguments)
+    assert torch.equal(generated, expected) and cache.get_seq_length() == 17 + 9 - 1
+
+
 @pytest.mark.parametrize("chunk", [1, 3, CHUNK, 7, 50])
 @pytest.mark.parametrize("padded", [False, True], ids=["plain", "left_padded"])
 def test_prefill_in_chunks(chunk, padded, model):

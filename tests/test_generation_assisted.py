@@ -105,6 +105,16 @@ def test_assistant_equals_greedy(assistant, drafted, cache_lengths):
 
 
 @every_variant
+def test_drafts_by_the_first_blocks_equal_greedy(variant, cache_lengths):
+    """`assistant_early_exit`: the model drafts with fewer of its own blocks, and a cache of fewer layers."""
+    model = variant_model(variant, num_hidden_layers=2, dtype=torch.float64)
+    expected = model.generate(REPETITIVE, max_new_tokens=20, **ENDLESS)
+    generated = model.generate(REPETITIVE, max_new_tokens=20, assistant_early_exit=1, **ENDLESS)
+    assert torch.equal(generated, expected) and cache_lengths
+    assert model.config.num_hidden_layers == 2
+
+
+@every_variant
 def test_assisted_decoding_after_a_long_prompt(variant):
     # Longer than the distance at which a recording cache keeps a state on the way.
     model = variant_model(variant, dtype=torch.float64, memory_max_lr=0.01, memory_max_forget=0.001)

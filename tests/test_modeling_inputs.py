@@ -56,6 +56,8 @@ BAD_CALLS = {
     "positions_short": ({"position_ids": torch.arange(3)[None]}, ["position_ids", "(1, 3)"]),
     "positions_rows": ({"position_ids": torch.arange(COLUMNS).repeat(3, 1)}, ["position_ids", "(3, 5)"]),
     "positions_float": ({"position_ids": torch.arange(5.0).repeat(2, 1)}, ["position_ids", "torch.float32"]),
+    "positions_list": ({"position_ids": [[0, 1, 2, 3, 4]]}, ["position_ids", "tensor", "list"]),
+    "cu_seq_lens_list": ({"cu_seq_lens_q": [0, 3, 5]}, ["cu_seq_lens_q", "tensor", "list"]),
     "seq_idx_short": ({"seq_idx": torch.zeros(ROWS, 3)}, ["seq_idx", "(2, 3)"]),
     "cu_seq_lens_of_rows": ({"cu_seq_lens_q": torch.tensor([0, 5])}, ["cu_seq_lens_q", "2"]),
     "cache_tuple": ({"cache": ((torch.zeros(1), torch.zeros(1)),)}, ["cache", "TitansCache", "tuple"]),
