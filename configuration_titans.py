@@ -259,9 +259,12 @@ class TitansConfig(PreTrainedConfig):
 
     def validate_choices(self):
         """Part of `@strict`-powered validation: fields of fixed words."""
-        for name, allowed in CHOICES.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} must be one of {allowed}, got {getattr(self, name)!r}")
+        for name in CHOICES:
+            self._validate_choice(name)
+
+    def _validate_choice(self, name: str) -> None:
+        if getattr(self, name) not in CHOICES[name]:
+            raise ValueError(f"{name} must be one of {CHOICES[name]}, got {getattr(self, name)!r}")
 
     def validate_sizes(self):
         """Part of `@strict`-powered validation: numbers and their lower bounds."""
@@ -310,11 +313,6 @@ class TitansConfig(PreTrainedConfig):
             raise ValueError(f"memory_max_lr must be > 0 and finite, got {self.memory_max_lr}")
         if not 0 < self.memory_max_forget < 1:
             raise ValueError(f"memory_max_forget must be > 0 and < 1, got {self.memory_max_forget}")
-        if self.memory_caching == "soup" and self.memory_backend in ("triton", "native"):
-            allowed = tuple(name for name in CHOICES["memory_backend"] if name not in ("triton", "native"))
-            raise ValueError(
-                f"memory_backend must be one of {allowed} with memory_caching='soup', got {self.memory_backend!r}"
-            )
         if self.cache_max_segments is not None:
             if self.cache_max_segments < 1:
                 raise ValueError(f"cache_max_segments must be >= 1 or None, got {self.cache_max_segments}")
@@ -335,12 +333,23 @@ class TitansConfig(PreTrainedConfig):
                         f"memory_rule={self.memory_rule!r} needs {name}={needed}, got {getattr(self, name)}; set "
                         "memory_depth=1, memory_residual=False, memory_norm=False"
                     )
+
+    def validate_caching(self):
+        """Part of `@strict`-powered validation: what memory caching needs, also where a loaded model is switched."""
+        if self.memory_caching is None:
+            return
+        for name in ("memory_caching", "cache_initialization", "cache_segmentation", "connector"):
+            self._validate_choice(name)
         if self.cache_segment_length % max(self.memory_chunk_size, 1):
-            if self.memory_caching is not None:
-                raise ValueError(
-                    f"cache_segment_length must be a multiple of memory_chunk_size={self.memory_chunk_size}, "
-                    f"got {self.cache_segment_length}"
-                )
+            raise ValueError(
+                f"cache_segment_length must be a multiple of memory_chunk_size={self.memory_chunk_size}, "
+                f"got {self.cache_segment_length}"
+            )
+        if self.memory_caching == "soup" and self.memory_backend in ("triton", "native"):
+            allowed = tuple(name for name in CHOICES["memory_backend"] if name not in ("triton", "native"))
+            raise ValueError(
+                f"memory_backend must be one of {allowed} with memory_caching='soup', got {self.memory_backend!r}"
+            )
 
 
 def _refuse_misspelled(names, fields) -> None:

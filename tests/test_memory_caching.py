@@ -258,3 +258,21 @@ def test_37_segments_are_blocks_of_32_and_4_and_1(aggregation, initialization):
     way = WAYS[f"logarithmic_{initialization}"]
     layer = small_layer(aggregation, way, memory_chunk_size=1, cache_segment_length=1)
     assert_equals_oracle(layer, random_states(1, 39))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("memory_caching", "avarage", "memory_caching must be one of .*'average'.*, got 'avarage'"),
+        ("cache_initialization", "start", "cache_initialization must be one of .*, got 'start'"),
+        ("cache_segmentation", "log", "cache_segmentation must be one of .*, got 'log'"),
+        ("connector", "key", "connector must be one of .*, got 'key'"),
+        ("cache_segment_length", CHUNK + 1, f"cache_segment_length must be a multiple of .*={CHUNK}, got {CHUNK + 1}"),
+    ],
+)
+def test_a_loaded_model_is_not_switched_to_what_cannot_be(field, value, said):
+    """Fields of caching are read at each call, and a config says nothing when they are assigned."""
+    layer, hidden_states = small_layer({"memory_caching": "average"}), random_states(1, LENGTH)
+    setattr(layer.config, field, value)
+    with pytest.raises(ValueError, match=said):
+        outputs(layer, hidden_states)
