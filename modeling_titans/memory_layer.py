@@ -301,7 +301,7 @@ class TitansNeuralMemory(nn.Module):
             x, tail = x[..., :number], tail[..., :number]
         q = _unit(F.silu(x).unflatten(-1, (self.config.memory_num_heads, self.config.memory_head_dim)))
         if self.caching is not None:
-            network = self._network(q, state.segment_weights[0].dtype)
+            network = self._network(q, torch.promote_types(q.dtype, state.segment_weights[0].dtype))
             exact, u = self._exact(q, hidden_states, network, None)
             with torch.autocast(q.device.type, enabled=False):
                 y = read_segment(self.caching, exact, u, state.segment_weights, state.kept, network)
@@ -348,7 +348,7 @@ class TitansNeuralMemory(nn.Module):
         if layout.kept is None:
             result = write(state.memory)
         else:
-            network = self._network(q, state.memory.weights[0].dtype)
+            network = self._network(q, torch.promote_types(q.dtype, state.memory.weights[0].dtype))
             exact, u = self._exact(q, hidden_states, network, layout.mask)
             # As in the op: products with a state in float32 are not to be taken in a lower precision.
             with torch.autocast(q.device.type, enabled=False):
