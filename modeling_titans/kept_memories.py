@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from .kept_plan import KeptCounts, KeptPlan, by_row
+from .memory_state import map_tensors
 from .token_layout import take, take_or_zero
 
 
@@ -87,6 +88,10 @@ class KeptMemories(NamedTuple):
     def weights_to(self, device: torch.device) -> "KeptMemories":
         """With the kept weights on ``device``; keys, of which every token needs all, stay."""
         return self._replace(weights=tuple(w.to(device) for w in self.weights))
+
+    def in_dtype(self, dtype: torch.dtype) -> "KeptMemories":
+        """In a call's precision: a state may come from a model of a lower one."""
+        return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, self)
 
     @property
     def counts(self) -> KeptCounts:

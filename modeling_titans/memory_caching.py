@@ -104,6 +104,7 @@ def read_with_caching(
     Returns:
         The op's result with the answers in its place, (B, T, H, D), and what is kept behind the call.
     """
+    kept = kept.in_dtype(q.dtype)
     found = None if u is None else relevance(u, kept, plan)
     shares = options.share(found, plan.allowed, torch.ones_like(plan.length, dtype=torch.bool), q)
     blocks, is_block, runners = _run_blocks(write, state, kept, plan)
@@ -197,6 +198,7 @@ def read_segment(
     Returns:
         (B, T, H, D).
     """
+    weights, kept = tuple(w.to(q.dtype) for w in weights), kept.in_dtype(q.dtype)
     counts = kept.counts
     end = options.kept.kept_ends(counts.closed, counts.places, q.device)
     left = by_row(counts.left, q.device).view(-1, 1)

@@ -185,7 +185,9 @@ class TitansNeuralMemory(nn.Module):
 
     @property
     def caching(self) -> CachingOptions | None:
-        """Read from the config at each call, so that a model trained without caching can be switched to `average`."""
+        """Read from the config at each call, so that a model trained without caching can be switched to `average`;
+        what is assigned to a config is not validated there."""
+        self.config.validate_caching()
         return CachingOptions.of(self.config)
 
     def start_state(self, prefix_states: torch.Tensor | None = None) -> NeuralMemoryState:
@@ -299,7 +301,7 @@ class TitansNeuralMemory(nn.Module):
             x, tail = x[..., :number], tail[..., :number]
         q = _unit(F.silu(x).unflatten(-1, (self.config.memory_num_heads, self.config.memory_head_dim)))
         if self.caching is not None:
-            network = self._network(q, state.segment_weights[0].dtype)
+            network = self._network(q, torch.promote_types(q.dtype, state.segment_weights[0].dtype))
             exact, u = self._exact(q, hidden_states, network, None)
             with torch.autocast(q.device.type, enabled=False):
                 y = read_segment(self.caching, exact, u, state.segment_weights, state.kept, network)
@@ -346,7 +348,7 @@ class TitansNeuralMemory(nn.Module):
         if layout.kept is None:
             result = write(state.memory)
         else:
-            network = self._network(q, state.memory.weights[0].dtype)
+            network = self._network(q, torch.promote_types(q.dtype, state.memory.weights[0].dtype))
             exact, u = self._exact(q, hidden_states, network, layout.mask)
             # As in the op: products with a state in float32 are not to be taken in a lower precision.
             with torch.autocast(q.device.type, enabled=False):

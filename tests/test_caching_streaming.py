@@ -12,6 +12,7 @@ from caching_testing import (
     LENGTH,
     SEGMENT,
     WAYS,
+    WIDTH,
     assert_equals_oracle,
     every_aggregation,
     every_way,
@@ -23,6 +24,7 @@ from caching_testing import (
     weights_of,
 )
 from titans_testing import TOLERANCE, assert_close
+from transformers_titans.memory_state import SegmentState
 
 
 EXACT = TOLERANCE[F64]
@@ -195,3 +197,23 @@ def test_no_gradient_comes_from_later_tokens(name, way, token):
     output = small_layer(AGGREGATIONS[name], way)(hidden_states).hidden_states[:, token].sum()
     (gradient,) = torch.autograd.grad(output, hidden_states)
     assert gradient[:, token].any() and not gradient[:, token + 1 :].any()
+
+
+@pytest.mark.parametrize("reads", ["writing", "reading"])
+@every_way
+@every_aggregation
+def test_a_state_of_a_lower_precision_goes_on(aggregation, way, reads):
+    """What a float32 model has kept is asked by a float64 one: in its precision, whether or not a segment ends."""
+    layer, hidden_states = small_layer(aggregation, way), random_states(2, LENGTH)
+    single = small_layer(aggregation, way, dtype=torch.float32)
+    begin = 3 * SEGMENT + 1
+    with torch.no_grad():
+        state = single(hidden_states[:, :begin].float()).state
+        exact = layer(hidden_states[:, :begin]).state
+        if reads == "reading":
+            state, exact = (SegmentState(s.memory.weights, s.conv_tail[..., :WIDTH], s.kept) for s in (state, exact))
+        for size in (1, SEGMENT + 1):
+            tokens = hidden_states[:, begin : begin + size]
+            result = layer(tokens, state).hidden_states
+            assert result.dtype == F64
+            assert_close(f"{size} tokens", result, layer(tokens, exact).hidden_states, 1e-4)
