@@ -52,9 +52,14 @@ class CachingOptions:
         Raises:
             ValueError: if the fields, which may have been assigned since the config was made, do not fit.
         """
+        config.validate_caching()
+        return cls.of_fields(config)
+
+    @classmethod
+    def of_fields(cls, config) -> "CachingOptions | None":
+        """As `of`, of whatever has the fields, which are known to fit."""
         if config.memory_caching is None:
             return None
-        config.validate_caching()
         kept = KeptOptions(
             config.cache_segment_length,
             config.memory_chunk_size,

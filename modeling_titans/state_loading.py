@@ -116,7 +116,7 @@ def _check_runners(kept: KeptMemories, geometry: dict) -> None:
 
 
 def _caching(geometry: dict) -> CachingOptions | None:
-    return CachingOptions.of(SimpleNamespace(**geometry, cache_top_k=1))
+    return CachingOptions.of_fields(SimpleNamespace(**geometry, cache_top_k=1))
 
 
 def _kept_template(tensors: dict, layers: tuple, batch_size: int, is_gated: bool, has_runners: bool) -> KeptMemories:
