@@ -136,11 +136,10 @@ class AttentionLayout(TensorTable):
             if implementation != "eager" and shape[1] > window:
                 blocks = rows.blocks()
             visible = rows.visible() if blocks is None else rows.visible_in(blocks)
-            prefix = visible.new_ones(*visible.shape[:-1], num_persistent)
-            attention_mask = torch.cat([prefix, visible], -1)
             if is_segment:
-                attention_mask = torch.cat([prefix, interleave(visible, visible, parts, -1)], -1)
-            attention_mask = attention_mask.unsqueeze(1)
+                visible = interleave(visible, visible, parts, -1)
+            prefix = visible.new_ones(*visible.shape[:-1], num_persistent)
+            attention_mask = torch.cat([prefix, visible], -1).unsqueeze(1)
             if implementation in ADDITIVE:
                 attention_mask = torch.zeros_like(attention_mask, dtype=torch.float32).masked_fill(
                     ~attention_mask, float("-inf")

@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 
 from .kept_plan import KeptCounts, KeptPlan, by_row
-from .memory_state import map_tensors
 from .token_layout import take, take_or_zero
 
 
@@ -89,10 +88,6 @@ class KeptMemories(NamedTuple):
         """With the kept weights on ``device``; keys, of which every token needs all, stay."""
         return self._replace(weights=tuple(w.to(device) for w in self.weights))
 
-    def in_dtype(self, dtype: torch.dtype) -> "KeptMemories":
-        """In a call's precision: a state may come from a model of a lower one."""
-        return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, self)
-
     @property
     def counts(self) -> KeptCounts:
         return KeptCounts(self.closed, self.left, self.weights[0].shape[1])
@@ -117,7 +112,7 @@ class Relevance(NamedTuple):
 
     @torch.no_grad()
     def choice(self, allowed: torch.Tensor, number: int) -> torch.Tensor:
-        """(B, T, H, number) the memories of the largest r among those that a token may read, (B or 1, T, K + E).
+        """(B, T, H, number) the memories of the largest r among those that a token may read, (B or 1, T, 1, K + E).
 
         Of several whose r differ by no more than rounding, the latest ones: in a text that repeats itself whole
         segments are alike, and how a text is split over calls, which says how sums are rounded, must not decide what
@@ -128,7 +123,7 @@ class Relevance(NamedTuple):
         order = torch.arange(places, device=self.keys.device).unsqueeze(1) * step
         ahead = (torch.linalg.vector_norm(self.keys, dim=-1) * order).transpose(1, 2).unsqueeze(1)
         length = torch.linalg.vector_norm(self.u, dim=-1, keepdim=True)
-        scores = torch.addcmul(self.kept, length, ahead).masked_fill(~allowed.unsqueeze(2), -math.inf)
+        scores = torch.addcmul(self.kept, length, ahead).masked_fill(~allowed, -math.inf)
         return scores.topk(number, sorted=False).indices
 
 
@@ -223,14 +218,12 @@ def gated_shares(found: Relevance, allowed: torch.Tensor, runs: torch.Tensor, to
         allowed, runs: as for `equal_shares`.
         top_k: how many of the kept ones are read, those of the largest r; None: all.
     """
-    scores, index = found.kept, None
+    scores, allowed, index = found.kept, allowed.unsqueeze(2), None
     if top_k is not None:
         number = scores.shape[-1]
         chosen = found.choice(allowed, min(top_k, number))
-        allowed = allowed.unsqueeze(2).expand_as(scores).gather(3, chosen)
+        allowed = allowed.expand_as(scores).gather(3, chosen)
         scores, index = scores.gather(3, chosen), torch.where(allowed, chosen, number)
-    else:
-        allowed = allowed.unsqueeze(2)
     scores = scores.masked_fill(~allowed, -math.inf)
     running = found.running.masked_fill(~runs.unsqueeze(-1), -math.inf)
     shares = torch.cat([running.unsqueeze(-1), scores], -1).softmax(-1)

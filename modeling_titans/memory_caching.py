@@ -26,7 +26,7 @@ from .kept_plan import KeptOptions, KeptPlan, by_row, plan_kept
 from .kept_read import read_kept
 from .memory_ops_chunked import MemoryResult
 from .memory_read import read_network
-from .memory_state import MemoryState
+from .memory_state import MemoryState, in_dtype
 from .selected_read import read_selected
 from .token_layout import TokenLayout, take_or_zero
 
@@ -109,7 +109,8 @@ def read_with_caching(
     Returns:
         The op's result with the answers in its place, (B, T, H, D), and what is kept behind the call.
     """
-    kept = kept.in_dtype(q.dtype)
+    # A state may come from a model of a lower precision.
+    kept = in_dtype(kept, q.dtype)
     found = None if u is None else relevance(u, kept, plan)
     shares = options.share(found, plan.allowed, torch.ones_like(plan.length, dtype=torch.bool), q)
     blocks, is_block, runners = _run_blocks(write, state, kept, plan)
@@ -203,7 +204,7 @@ def read_segment(
     Returns:
         (B, T, H, D).
     """
-    weights, kept = tuple(w.to(q.dtype) for w in weights), kept.in_dtype(q.dtype)
+    weights, kept = in_dtype((tuple(weights), kept), q.dtype)
     counts = kept.counts
     end = options.kept.kept_ends(counts.closed, counts.places, q.device)
     left = by_row(counts.left, q.device).view(-1, 1)

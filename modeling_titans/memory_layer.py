@@ -185,9 +185,7 @@ class TitansNeuralMemory(nn.Module):
 
     @property
     def caching(self) -> CachingOptions | None:
-        """Read from the config at each call, so that a model trained without caching can be switched to `average`;
-        what is assigned to a config is not validated there."""
-        self.config.validate_caching()
+        """Read from the config at each call, so that a model trained without caching can be switched to `average`."""
         return CachingOptions.of(self.config)
 
     def start_state(self, prefix_states: torch.Tensor | None = None) -> NeuralMemoryState:

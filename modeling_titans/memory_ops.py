@@ -23,7 +23,7 @@ from .memory_ops_chunked import PLAIN_SCANS, MemoryCall, MemoryResult, chunked_m
 from .memory_ops_native import native_scan
 from .memory_ops_native import reason_against as reason_against_native
 from .memory_ops_recurrent import recurrent_memory
-from .memory_state import MemoryState, PendingTokens, map_tensors
+from .memory_state import MemoryState, PendingTokens, in_dtype
 from .scan_inputs import RULES
 from .state_pair import float32_matmul_precision
 from .token_layout import TokenLayout
@@ -149,7 +149,7 @@ def neural_memory(
     alike = start_state is None and all(t is None or t.dtype == dtype for t in given)
 
     def cast(tree):
-        return tree if alike else map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, tree)
+        return tree if alike else in_dtype(tree, dtype)
 
     if not read and backend != "recurrent":
         q, mix, kept_weights, output_surprise = q[:, :0], None, None, False

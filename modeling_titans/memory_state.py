@@ -97,6 +97,11 @@ def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
     return tree
 
 
+def in_dtype(tree: Any, dtype: torch.dtype) -> Any:
+    """``tree`` with its floating-point tensors in ``dtype``."""
+    return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, tree)
+
+
 def iterate_tensors(tree: Any):
     """Yields (dotted name, tensor) for each tensor of a tree of (named) tuples, in a fixed order."""
     return ((name, leaf) for name, leaf in iterate_leaves(tree) if isinstance(leaf, torch.Tensor))
