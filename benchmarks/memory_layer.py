@@ -21,7 +21,7 @@ from collections.abc import Callable
 import torch
 from checks import products_in, refuse, refuse_unless_alike, refuse_unless_close
 from peers import memory_layer as peer_layer
-from timing import Spread, alternate, markdown_table, peak_memory, report, speedup
+from timing import Spread, alternate, markdown_table, peak_memory, report, speedup, without_emulated
 
 from transformers_titans import TitansConfig, TitansNeuralMemory
 
@@ -34,7 +34,7 @@ BACKENDS = {NATIVE: "native", NATIVE_BF16: "native"}
 PEER, PEER_EXACT, PEER_BF16 = "titans-pytorch", "titans-pytorch, eq. 16", "titans-pytorch, bfloat16 products"
 OURS_ALL = (OURS, NATIVE, OURS_BF16, NATIVE_BF16)
 IN_BF16 = (OURS_BF16, NATIVE_BF16, PEER_BF16)
-CONTENDERS = (*OURS_ALL, PEER, PEER_EXACT, PEER_BF16)
+CONTENDERS = without_emulated((*OURS_ALL, PEER, PEER_EXACT, PEER_BF16), IN_BF16)
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2}
 
 
@@ -125,7 +125,7 @@ def check_peer(chunk_size: int, name: str) -> None:
 def measure(chunk_size: int, length: int, rounds: int) -> dict:
     errors = check_ours(chunk_size)
     check_backends(chunk_size, length)
-    for name in (PEER, PEER_EXACT, PEER_BF16):
+    for name in set(CONTENDERS) - set(OURS_ALL):
         check_peer(chunk_size, name)
     steps = {name: step(name, chunk_size, length) for name in CONTENDERS}
     times = alternate(steps, rounds, f"chunk {chunk_size}, {length} tokens")

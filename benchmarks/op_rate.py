@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import torch
 from checks import products_in, refuse_unless_close
-from timing import Spread, alternate, markdown_table, report
+from timing import Spread, alternate, markdown_table, report, without_emulated
 from torch.profiler import ProfilerActivity, profile
 from tqdm import tqdm
 
@@ -32,7 +32,7 @@ HEADS, WIDTHS = 6, (64, 256, 64)
 SETTINGS = ((64, 4096), (16, 2048))
 LARGE, SPAN = 2048, 16
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2}
-PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+PRECISIONS = {name: getattr(torch, name) for name in without_emulated(("float32", "bfloat16"), ("bfloat16",))}
 # What a row's name begins with, and the backend that it is of.
 BACKENDS = {"": "auto", "native: ": "native"}
 

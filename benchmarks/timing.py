@@ -142,20 +142,32 @@ def resident_bytes(field: str) -> int:
     raise ValueError(f"/proc/self/status has no field {field!r}")
 
 
+def processor() -> tuple[str, list[str]]:
+    """The processor's model, and by the kernel's names what it has for bfloat16 products. Linux only."""
+    model, cpuinfo = platform.processor() or platform.machine(), Path("/proc/cpuinfo")
+    if not cpuinfo.exists():
+        return model, []
+    fields = dict(line.split(":", 1) for line in cpuinfo.read_text().splitlines() if ":" in line)
+    facts = {key.strip(): value.strip() for key, value in fields.items()}
+    return facts.get("model name", model), [
+        flag for flag in ("avx512_bf16", "amx_bf16") if flag in facts.get("flags", "").split()
+    ]
+
+
+def without_emulated(contenders: Sequence[str], in_bfloat16: Sequence[str]) -> tuple[str, ...]:
+    """The contenders, without those of bfloat16 products where the processor has none: emulated, they take ten times
+    as long as in float32, and show nothing."""
+    has_products = bool(processor()[1])
+    return tuple(name for name in contenders if has_products or name not in in_bfloat16)
+
+
 def environment() -> dict:
     """What a figure depends on beside the code."""
-    processor = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        fields = dict(line.split(":", 1) for line in cpuinfo.read_text().splitlines() if ":" in line)
-        names = {key.strip(): value.strip() for key, value in fields.items()}
-        processor = names.get("model name", processor)
-        products = [flag for flag in ("avx512_bf16", "amx_bf16") if flag in names.get("flags", "").split()]
-        processor += f" ({', '.join(products) or 'no bfloat16 products'})"
+    model, products = processor()
     return {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "commit": _commit(),
-        "processor": processor,
+        "processor": f"{model} ({', '.join(products) or 'no bfloat16 products'})",
         "cores": os.cpu_count(),
         "torch threads": torch.get_num_threads(),
         "python": platform.python_version(),
