@@ -70,7 +70,8 @@ class AttentionLayout(TensorTable):
         mask: (B, T) real tokens, or None if all are.
         attention_mask: what the implementation is given: (B or 1, 1, T, keys), or with blocks (B * N, 1, W, keys), for
             rows that are alike (N, 1, W, keys), or None for flash-attn. The keys are persistent tokens, then kept and
-            new keys; where there are retrieved tokens beside them each of ``parts`` is there twice.
+            new keys; where there are retrieved tokens beside them each of ``parts`` is there twice. None also for sdpa
+            where all keys are visible: to a single token of rows that are alike.
         blocks, sequences: for the implementations that need them.
         parts: lengths, of K + T in all. With several, kept keys are in the first one, and the new ones of each part
             are read by its own and later parts' queries only.
@@ -132,7 +133,7 @@ class AttentionLayout(TensorTable):
             parts = _parts(num_kept, shape[1])
         if implementation in FLASH:
             sequences = rows.sequences()
-        else:
+        elif not (implementation == "sdpa" and mask is None and shape[1] == 1):
             if implementation != "eager" and shape[1] > window:
                 blocks = rows.blocks()
             visible = rows.visible() if blocks is None else rows.visible_in(blocks)

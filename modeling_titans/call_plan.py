@@ -60,6 +60,8 @@ class Columns(NamedTuple):
 
     def advance(self, progress: Progress) -> Progress:
         """The rows' progress behind these columns."""
+        if not self.may_pad:
+            return Progress(progress.seen + self.mask.shape[1], self.position[:, -1].clone())
         last = _last_real(self.mask)[:, -1]
         position = self.position.gather(1, last.clamp(min=0)[:, None]).squeeze(1)
         return Progress(progress.seen + self.mask.sum(1), torch.where(last >= 0, position, progress.position))
@@ -74,6 +76,8 @@ class Columns(NamedTuple):
         mask, starts = self.mask, self.document_starts
         if torch.compiler.is_compiling():
             return mask, starts if self.may_restart else None
+        if self.are_plain:
+            return None, None
         starts_exist, pads_exist = torch.stack([starts.any(), ~mask.all()]).tolist()
         return (mask if pads_exist else None), (starts if starts_exist else None)
 
@@ -113,12 +117,13 @@ def plan_columns(
         return None
     progress = Progress.start(shape[0], device) if progress is None else progress
     mask = _real_columns(attention_mask, shape, num_past, device)
-    last_before = _previous_real(mask)
     rank = mask.long().cumsum(1)
-    if position_ids is None:
-        position = progress.position[:, None] + rank
-        starts = torch.zeros_like(mask)
-    else:
+    position = progress.position[:, None] + rank
+    may_restart = any(x is not None for x in (position_ids, cu_seq_lens, seq_idx))
+    if not may_restart:
+        return Columns(mask, torch.zeros_like(mask), position, False, attention_mask is not None)
+    last_before, starts = _previous_real(mask), torch.zeros_like(mask)
+    if position_ids is not None:
         position = _check_shape("position_ids", position_ids, shape, device)
         previous = position.gather(1, last_before.clamp(min=0))
         previous = torch.where(last_before >= 0, previous, progress.position[:, None])
@@ -129,8 +134,7 @@ def plan_columns(
     if cu_seq_lens is not None:
         starts = starts | _packed_starts(cu_seq_lens, shape, device)
     has_predecessor = (progress.seen[:, None] + rank) > 1
-    may_restart = any(x is not None for x in (position_ids, cu_seq_lens, seq_idx))
-    return Columns(mask, starts & mask & has_predecessor, position, may_restart, attention_mask is not None)
+    return Columns(mask, starts & mask & has_predecessor, position, True, attention_mask is not None)
 
 
 def _real_columns(attention_mask, shape: tuple[int, int], num_past: int, device) -> torch.Tensor:

@@ -33,6 +33,8 @@ class TitansMLP(nn.Module):
 
     def __init__(self, config: TitansConfig):
         super().__init__()
+        if config.hidden_act not in ACT2FN:
+            raise ValueError(f"hidden_act must be one of {tuple(ACT2FN)}, got {config.hidden_act!r}")
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)

@@ -262,7 +262,7 @@ class TitansModel(TitansPreTrainedModel):
             )
         # On an accelerator the check would wait for the device; there the embedding itself asserts.
         if input_ids.device.type == "cpu" and not torch.compiler.is_compiling():
-            least, most = input_ids.min().item(), input_ids.max().item()
+            least, most = (t.item() for t in input_ids.aminmax())
             if least < 0 or most >= self.embed_tokens.num_embeddings:
                 raise ValueError(
                     f"input_ids must be in [0, vocab_size={self.embed_tokens.num_embeddings}), got "

@@ -250,15 +250,16 @@ def test_compiled_call_leaves_all_else_to_eager_mode(compiler):
 def test_products_of_one_row_become_sums(rows):
     """Also where the row is computed beside them, is a part of another tensor, or the result is too."""
 
-    def function(x, other, first, second):
-        return F.linear(F.silu(F.linear(x, first)) * 2, second), F.linear(other[..., 3:], second)
+    def function(x, other, first, second, bias):
+        return F.linear(F.silu(F.linear(x, first)) * 2, second, bias), F.linear(other[..., 3:], second)
 
-    arguments = [torch.randn(*shape, dtype=F64) for shape in ((1, rows, 5), (1, rows, 12), (9, 5), (7, 9))]
+    arguments = [torch.randn(*shape, dtype=F64) for shape in ((1, rows, 5), (1, rows, 12), (9, 5), (7, 9), (7,))]
     graph = make_fx(function, tracing_mode="fake")(*arguments)
     replace_vector_products(graph.graph)
     graph.recompile()
-    left = graph.graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)
-    assert len(left) == (0 if rows == 1 else 3)
+    products = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    left = [len(graph.graph.find_nodes(op="call_function", target=target)) for target in products]
+    assert left == ([0, 0] if rows == 1 else [2, 1])
     expected = function(*arguments)
     compiled_function = torch.compile(function, options={"post_grad_custom_pre_pass": _vector_products_pass()})
     for result in (graph(*arguments), compiled_function(*arguments)):

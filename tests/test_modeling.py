@@ -232,6 +232,11 @@ def test_get_and_set_embeddings():
     assert model.model.embed_tokens is replacement
 
 
+def test_an_unknown_activation_is_named():
+    with pytest.raises(ValueError, match="hidden_act must be one of .*'silu'.*, got 'sillu'"):
+        tiny_model(hidden_act="sillu")
+
+
 def test_hidden_states_output():
     model = tiny_model(num_hidden_layers=3)
     ids = random_ids(2, 7)
