@@ -56,19 +56,18 @@ inline void put(Vec<T> (&sum)[Rows][Vectors], long row, long column, const Resul
   T* c = result.c + offset;
   const T* base = result.base ? result.base + offset : c;
   const T* other = result.other ? result.other + offset : nullptr;
-#pragma GCC unroll 4
-  for (int j = 0; j < Vectors; ++j) {
-    V scale = filled(result.scale);
-    if (result.by_column) scale *= load(result.by_column + column + j * n);
+  const auto each_sum = [&](auto f) {
 #pragma GCC unroll 16
     for (int i = 0; i < Rows; ++i) {
-      const long at = i * result.stride + j * n;
-      V x = sum[i][j] * scale;
-      if (result.keep != 0) x += result.keep * load(base + at);
-      if (other) x += result.other_scale * load(other + at);
-      store(c + at, x);
+#pragma GCC unroll 4
+      for (int j = 0; j < Vectors; ++j) f(sum[i][j], i * result.stride + j * n, j);
     }
-  }
+  };
+  if (result.by_column) each_sum([&](V& x, long, int j) { x *= load(result.by_column + column + j * n); });
+  if (result.scale != 1) each_sum([&](V& x, long, int) { x *= result.scale; });
+  if (result.keep != 0) each_sum([&](V& x, long at, int) { x += result.keep * load(base + at); });
+  if (other) each_sum([&](V& x, long at, int) { x += result.other_scale * load(other + at); });
+  each_sum([&](V& x, long at, int) { store(c + at, x); });
 }
 
 template <class T, int Rows, int Vectors>
@@ -162,16 +161,17 @@ constexpr long kChain = 128;
 
 template <class T>
 void multiply(std::initializer_list<Term<T>> terms, long rows, long columns, Result<T> result) {
-  if (terms.size() > 1 || terms.begin()->k <= kChain) {
+  if (std::all_of(terms.begin(), terms.end(), [](const Term<T>& term) { return term.k <= kChain; })) {
     multiply(terms.begin(), int(terms.size()), rows, columns, result);
     return;
   }
-  Term<T> part = *terms.begin();
-  for (long left = part.k; left > 0; left -= part.k) {
-    part.k = std::min(left, kChain);
-    multiply(&part, 1, rows, columns, result);
-    part.a += part.k * (part.crosswise ? part.a_stride : 1), part.b += part.k * part.b_stride;
-    result.keep = 1, result.base = nullptr, result.other = nullptr;
+  for (Term<T> part : terms) {
+    for (long left = part.k; left > 0; left -= part.k) {
+      part.k = std::min(left, kChain);
+      multiply(&part, 1, rows, columns, result);
+      part.a += part.k * (part.crosswise ? part.a_stride : 1), part.b += part.k * part.b_stride;
+      result.keep = 1, result.base = nullptr, result.other = nullptr;
+    }
   }
 }
 
