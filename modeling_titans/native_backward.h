@@ -291,7 +291,7 @@ class ChunkAdjoint : public Chunk<T> {
       T *W_bar = bar + layer.weights, *S_bar = bar + layer.momentum;
       const T* wide = layer.flipped ? r[l] : x[l];
       product({{wide, queries, false, rows_d[l], stride, b_q}}, layer.rows, layer.columns,
-                  {S_bar, stride, end.m, T(1), nullptr, nullptr, W_bar, end.d});
+                  {S_bar, stride, end.m, T(1), nullptr, W_bar, end.d});
       if (forget_to[l]) {
         product({{wide, queries, false, rows_start[l], stride, b_q}}, layer.rows, layer.columns,
                     {forget_to_bar[l], stride, T(1)});

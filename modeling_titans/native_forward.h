@@ -173,9 +173,9 @@ class Chunk {
       const T *wide = layer.flipped ? g[l] : a[l], *W = state + layer.weights, *S = state + layer.momentum;
       T* new_W = after + layer.weights;
       product({{wide, p.token_stride, false, rows_A, layer.stride, p.length}}, layer.rows, layer.columns,
-                  {new_W, layer.stride, end.c, T(1), nullptr, W, S, end.d});
+                  {new_W, layer.stride, end.c, T(1), W, S, end.d});
       product({{wide, p.token_stride, false, rows_E, layer.stride, p.length}}, layer.rows, layer.columns,
-                  {after + layer.momentum, layer.stride, end.m, T(1), nullptr, S});
+                  {after + layer.momentum, layer.stride, end.m, T(1), S});
       if (forget_to[l]) {
         each<T>(layer.size, [&](long i) {
           store(new_W + i, load(new_W + i) + (1 - end.c) * load(forget_to[l] + i));

@@ -22,14 +22,13 @@ struct Term {
   long k;
 };
 
-// What becomes of a sum of products p: c = keep * base + other_scale * other + scale * by_column * p, columnwise.
+// What becomes of a sum of products p: c = keep * base + other_scale * other + scale * p.
 template <class T>
 struct Result {
   T* c;
   long stride;
   T keep = 0;
   T scale = 1;
-  const T* by_column = nullptr;
   const T* base = nullptr;  // Null: c itself.
   const T* other = nullptr;
   T other_scale = 0;
@@ -60,51 +59,13 @@ inline void put(Vec<T> (&sum)[Rows][Vectors], long row, long column, const Resul
 #pragma GCC unroll 16
     for (int i = 0; i < Rows; ++i) {
 #pragma GCC unroll 4
-      for (int j = 0; j < Vectors; ++j) f(sum[i][j], i * result.stride + j * n, j);
+      for (int j = 0; j < Vectors; ++j) f(sum[i][j], i * result.stride + j * n);
     }
   };
-  if (result.by_column) each_sum([&](V& x, long, int j) { x *= load(result.by_column + column + j * n); });
-  if (result.scale != 1) each_sum([&](V& x, long, int) { x *= result.scale; });
-  if (result.keep != 0) each_sum([&](V& x, long at, int) { x += result.keep * load(base + at); });
-  if (other) each_sum([&](V& x, long at, int) { x += result.other_scale * load(other + at); });
-  each_sum([&](V& x, long at, int) { store(c + at, x); });
-}
-
-template <class T, int Rows, int Vectors>
-void tile(const Term<T>* terms, int count, long row, long column, const Result<T>& result) {
-  using V = Vec<T>;
-  constexpr int n = kLanes<T>;
-  V sum[Rows][Vectors] = {};
-  for (const Term<T>* term = terms; term < terms + count; ++term) {
-    const T* b = term->b + column;
-    const long b_stride = term->b_stride, a_stride = term->a_stride, depth = term->k;
-    if (term->crosswise) {
-      const T* a = term->a + row;
-      for (long k = 0; k < depth; ++k, a += a_stride, b += b_stride) {
-        V right[Vectors];
-#pragma GCC unroll 4
-        for (int j = 0; j < Vectors; ++j) right[j] = load(b + j * n);
-#pragma GCC unroll 16
-        for (int i = 0; i < Rows; ++i) {
-#pragma GCC unroll 4
-          for (int j = 0; j < Vectors; ++j) sum[i][j] += a[i] * right[j];
-        }
-      }
-    } else {
-      const T* a = term->a + row * a_stride;
-      for (long k = 0; k < depth; ++k, ++a, b += b_stride) {
-        V right[Vectors];
-#pragma GCC unroll 4
-        for (int j = 0; j < Vectors; ++j) right[j] = load(b + j * n);
-#pragma GCC unroll 16
-        for (int i = 0; i < Rows; ++i) {
-#pragma GCC unroll 4
-          for (int j = 0; j < Vectors; ++j) sum[i][j] += a[i * a_stride] * right[j];
-        }
-      }
-    }
-  }
-  put<T, Rows, Vectors>(sum, row, column, result);
+  if (result.scale != 1) each_sum([&](V& x, long) { x *= result.scale; });
+  if (result.keep != 0) each_sum([&](V& x, long at) { x += result.keep * load(base + at); });
+  if (other) each_sum([&](V& x, long at) { x += result.other_scale * load(other + at); });
+  each_sum([&](V& x, long at) { store(c + at, x); });
 }
 
 // How tiles of Vectors vectors in width cover ``rows`` rows: of nearly equal height, since a short last one would leave
@@ -142,8 +103,40 @@ template <class T>
 struct Plain {
   template <int Rows, int Vectors>
   struct Kernel {
-    static void run(const Term<T>* const& terms, const int& count, const Result<T>& result, long row, long column) {
-      tile<T, Rows, Vectors>(terms, count, row, column, result);
+    static void run(const Term<T>* terms, int count, const Result<T>& result, long row, long column) {
+      using V = Vec<T>;
+      constexpr int n = kLanes<T>;
+      V sum[Rows][Vectors] = {};
+      for (const Term<T>* term = terms; term < terms + count; ++term) {
+        const T* b = term->b + column;
+        const long b_stride = term->b_stride, a_stride = term->a_stride, depth = term->k;
+        if (term->crosswise) {
+          const T* a = term->a + row;
+          for (long k = 0; k < depth; ++k, a += a_stride, b += b_stride) {
+            V right[Vectors];
+#pragma GCC unroll 4
+            for (int j = 0; j < Vectors; ++j) right[j] = load(b + j * n);
+#pragma GCC unroll 16
+            for (int i = 0; i < Rows; ++i) {
+#pragma GCC unroll 4
+              for (int j = 0; j < Vectors; ++j) sum[i][j] += a[i] * right[j];
+            }
+          }
+        } else {
+          const T* a = term->a + row * a_stride;
+          for (long k = 0; k < depth; ++k, ++a, b += b_stride) {
+            V right[Vectors];
+#pragma GCC unroll 4
+            for (int j = 0; j < Vectors; ++j) right[j] = load(b + j * n);
+#pragma GCC unroll 16
+            for (int i = 0; i < Rows; ++i) {
+#pragma GCC unroll 4
+              for (int j = 0; j < Vectors; ++j) sum[i][j] += a[i * a_stride] * right[j];
+            }
+          }
+        }
+      }
+      put<T, Rows, Vectors>(sum, row, column, result);
     }
   };
 };
