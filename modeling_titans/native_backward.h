@@ -242,6 +242,7 @@ class ChunkAdjoint : public Chunk<T> {
   // minus v's, or none if the error is -v.
   void error_adjoint() {
     const long tokens = p.token_stride, n = D * tokens;
+    const T *x_hat = factors.x_hat, *rstd = factors.rstd;
     T *bar = g_bar[L - 1], *f_bar = z_bar[L - 1];
     const T by_output = p.dot ? T(0) : T(2), by_v = p.dot ? T(-1) : T(-2);
     if (!p.has_norm()) {
@@ -251,18 +252,18 @@ class ChunkAdjoint : public Chunk<T> {
       });
       return;
     }
-    // The gradient of error * scale, and the dots by which g_L depends on factors.x_hat and 1 / sigma in J.
-    norm_jacobian(bar, factors.x_hat, factors.rstd, D, tokens, top_bar);
+    // The gradient of error * scale, and the dots by which g_L depends on x_hat and 1 / sigma in J.
+    norm_jacobian(bar, x_hat, rstd, D, tokens, top_bar);
     for (long i = 0; i < tokens; i += kLanes<T>) {
       const auto at_row = [&](const T* x, long row) { return load(x + row * tokens + i); };
       const Vec<T> scaled_dot =
-          sum_rows<T>(D, [&](long row) { return at_row(error, row) * scale[row] * at_row(factors.x_hat, row); });
-      const Vec<T> bar_dot = sum_rows<T>(D, [&](long row) { return at_row(bar, row) * at_row(factors.x_hat, row); });
+          sum_rows<T>(D, [&](long row) { return at_row(error, row) * scale[row] * at_row(x_hat, row); });
+      const Vec<T> bar_dot = sum_rows<T>(D, [&](long row) { return at_row(bar, row) * at_row(x_hat, row); });
       const Vec<T> sigma_dot = sum_rows<T>(D, [&](long row) { return at_row(bar, row) * at_row(g[L - 1], row); });
-      const Vec<T> weight = load(factors.rstd + i) / T(D);
+      const Vec<T> weight = load(rstd + i) / T(D);
       for (long row = 0; row < D; ++row) {
         const long at = row * tokens + i;
-        const Vec<T> scaled_bar = load(top_bar + at), e = load(error + at), hat = load(factors.x_hat + at);
+        const Vec<T> scaled_bar = load(top_bar + at), e = load(error + at), hat = load(x_hat + at);
         const Vec<T> from_output = by_output * scaled_bar * scale[row];
         const Vec<T> hat_bar = from_output * scale[row] - load(bar + at) * (weight * scaled_dot) -
                                e * scale[row] * (weight * bar_dot);
@@ -273,11 +274,11 @@ class ChunkAdjoint : public Chunk<T> {
         store(error_bar + at, by_v * scaled_bar * scale[row]);
       }
       const Vec<T> mean = sum_rows<T>(D, [&](long row) { return at_row(f_bar, row); }) / T(D);
-      const Vec<T> hat_dot = sum_rows<T>(D, [&](long row) { return at_row(f_bar, row) * at_row(factors.x_hat, row); }) / T(D);
+      const Vec<T> hat_dot = sum_rows<T>(D, [&](long row) { return at_row(f_bar, row) * at_row(x_hat, row); }) / T(D);
       for (long row = 0; row < D; ++row) {
         const long at = row * tokens + i;
-        const Vec<T> hat = load(factors.x_hat + at);
-        store(f_bar + at, (load(f_bar + at) - mean - hat * hat_dot) * load(factors.rstd + i) - hat * (weight * sigma_dot));
+        const Vec<T> hat = load(x_hat + at);
+        store(f_bar + at, (load(f_bar + at) - mean - hat * hat_dot) * load(rstd + i) - hat * (weight * sigma_dot));
       }
     }
   }
