@@ -65,48 +65,48 @@ bool for_each_group(long groups, long threads, F work) {
   return fine;
 }
 
-// The state at chunk n's start of a row: kept in ``starts`` (groups, chunks, state), or one of two in turn.
 template <class T>
-T* state_at(const Problem<T>& p, T* starts, T* in_turn, long group, long n) {
-  if (n == p.chunks) return in_turn;
-  return starts ? starts + (group * p.chunks + n) * p.state_size : in_turn + (1 + n % 2) * p.state_size;
+int64_t kept_size(const Sizes& sizes, void* const* inputs) {
+  return Kept<T>(Problem<T>(sizes, inputs), nullptr).row_size();
 }
 
 template <class T>
 bool forward(const Sizes& sizes, void* const* inputs, void* const* outputs, long threads) {
   const Problem<T> p(sizes, inputs);
   T* const* out = reinterpret_cast<T* const*>(outputs);
-  T *output = out[0], *surprise = out[1], *starts = out[2];
-  if (starts) expect_use(starts, p.groups * p.chunks * p.state_size * sizeof(T));
+  T *output = out[0], *surprise = out[1];
+  const Kept<T> kept(p, out[2]);
+  if (kept) expect_use(out[2], p.groups * kept.row_size() * sizeof(T));
   return for_each_group(p.groups, threads, [&](Arena& arena, long group) {
     Chunk<T> chunk(p);
-    T* in_turn = nullptr;
+    T* running = nullptr;
     for (bool counting : {true, false}) {
       Cutter cutter(counting ? nullptr : arena.block());
-      in_turn = cutter.take<T>(3 * p.state_size);
+      running = cutter.take<T>(p.state_size);
       chunk.cut(cutter, false);
+      if (!kept) chunk.place(cutter);
       if (counting) arena.reserve(cutter.used());
     }
     chunk.begin_row(group);
-    chunk.load_state(p.in.weights, p.in.momentum, state_at(p, starts, in_turn, group, 0));
+    const auto state_at = [&](long n) { return n < p.chunks && kept.has_state(n) ? kept.state(group, n) : running; };
+    chunk.load_state(p.in.weights, p.in.momentum, state_at(0));
     for (long n = 0; n < p.chunks; ++n) {
-      T *state = state_at(p, starts, in_turn, group, n), *after = state_at(p, starts, in_turn, group, n + 1);
+      T* state = state_at(n);
       if (p.restarts(n, group)) chunk.load_state(p.in.start_weights, p.in.start_momentum, state);
+      if (kept) {
+        Cutter room = kept.factors(group, n);
+        chunk.place(room);
+      }
       chunk.begin_chunk(n);
-      chunk.inner_gradient(state, false);
+      chunk.inner_gradient(state);
       const long at = n * p.groups + group;
       if (surprise) chunk.inner_loss(surprise + at * p.length);
-      chunk.read(state, false);
+      chunk.read(state);
       const Places answers = p.by_token(p.queries, p.dim);
       chunk.give_output(output + answers.at(n, group), answers.token);
-      if (!p.write) continue;
-      if (p.is_full(n, group)) {
-        chunk.update(state, after);
-      } else {
-        std::copy(state, state + p.state_size, after);
-      }
+      if (p.write) chunk.update(n, state, state_at(n + 1));
     }
-    if (p.write) chunk.store_state(in_turn, out + 3, out + 3 + p.depth);
+    if (p.write) chunk.store_state(running, out + 3, out + 3 + p.depth);
   });
 }
 
@@ -114,16 +114,18 @@ template <class T>
 bool backward(const Sizes& sizes, void* const* inputs, void* const* gradients, void* const* outputs, long threads) {
   const Problem<T> p(sizes, inputs);
   T* const* given = reinterpret_cast<T* const*>(gradients);
-  T *starts = given[0], *output_bar = given[1];
+  const Kept<T> kept(p, given[0]);
+  T* output_bar = given[1];
   T* const* weights_bar = given + 2;
   const Tensors<T> out(outputs, p.depth);
   return for_each_group(p.groups, threads, [&](Arena& arena, long group) {
     ChunkAdjoint<T> chunk(p);
-    T *bar = nullptr, *start_bar = nullptr;
+    T *bar = nullptr, *start_bar = nullptr, *between = nullptr;
     for (bool counting : {true, false}) {
       Cutter cutter(counting ? nullptr : arena.block());
       bar = cutter.take<T>(p.state_size);
       if (p.in.restart) start_bar = cutter.take<T>(p.state_size);
+      between = cutter.take<T>((std::min(kept.span, p.chunks) - 1) * p.state_size);
       chunk.cut(cutter);
       if (counting) arena.reserve(cutter.used());
     }
@@ -134,8 +136,18 @@ bool backward(const Sizes& sizes, void* const* inputs, void* const* gradients, v
     } else {
       std::fill(bar, bar + p.state_size, T(0));
     }
-    for (long n = p.chunks - 1; n >= 0; --n) {
-      chunk.run(n, starts + (group * p.chunks + n) * p.state_size, bar, output_bar, out);
+    const auto state_at = [&](long n) {
+      return n % kept.span ? between + (n % kept.span - 1) * p.state_size : kept.state(group, n);
+    };
+    for (long n = p.chunks - 1, first = p.chunks; n >= 0; --n) {
+      if (n < first) {
+        first = n / kept.span * kept.span;
+        for (long m = first; m < n; ++m) {
+          chunk.write_again(m, kept.factors(group, m), state_at(m), state_at(m + 1));
+          if (p.restarts(m + 1, group)) chunk.load_state(p.in.start_weights, p.in.start_momentum, state_at(m + 1));
+        }
+      }
+      chunk.run(n, kept.factors(group, n), state_at(n), bar, output_bar, out);
       if (!p.restarts(n, group)) continue;
       each<T>(p.state_size, [&](long i) { store(start_bar + i, load(start_bar + i) + load(bar + i)); });
       std::fill(bar, bar + p.state_size, T(0));
@@ -152,15 +164,15 @@ bool backward(const Sizes& sizes, void* const* inputs, void* const* gradients, v
 // `ScanInputs.flatten()` orders its tensors, null for None.
 extern "C" {
 
-// Numbers in a row's state, of which the forward keeps one for each chunk.
-int64_t titans_state_size(const int64_t* sizes, int64_t item_size) {
+// Numbers that the forward keeps of a row for the backward.
+int64_t titans_kept_size(const int64_t* sizes, int64_t item_size) {
   const titans::Sizes given(sizes, 0);
   const std::vector<void*> inputs(10 + 5 * given.depth);
-  return item_size == 4 ? titans::Problem<float>(given, inputs.data()).state_size
-                        : titans::Problem<double>(given, inputs.data()).state_size;
+  return item_size == 4 ? titans::kept_size<float>(given, inputs.data())
+                        : titans::kept_size<double>(given, inputs.data());
 }
 
-// ``outputs``: output, surprise or null, starts or null, weights of each layer, momentum of each layer.
+// ``outputs``: output, surprise or null, what is kept or null, weights of each layer, momentum of each layer.
 int titans_forward(const int64_t* sizes, double eps, int64_t item_size, void* const* inputs, void* const* outputs,
                    int64_t threads) {
   const titans::Sizes given(sizes, eps);
@@ -168,7 +180,7 @@ int titans_forward(const int64_t* sizes, double eps, int64_t item_size, void* co
                           : titans::forward<double>(given, inputs, outputs, threads));
 }
 
-// ``gradients``: starts, then the gradients of the output and of weights and momentum of each layer; ``outputs``: the
+// ``gradients``: what was kept, then the gradients of the output and of weights and momentum of each layer; ``outputs``: the
 // gradients of the inputs.
 int titans_backward(const int64_t* sizes, double eps, int64_t item_size, void* const* inputs, void* const* gradients,
                     void* const* outputs, int64_t threads) {

@@ -73,9 +73,8 @@ def _with_neighbours(t: torch.Tensor) -> torch.Tensor:
 class _NativeScan(torch.autograd.Function):
     @staticmethod
     def forward(ctx, options: ScanOptions, *flat: torch.Tensor | None):
-        results, starts = _forward(ScanInputs.unflatten(flat, options.depth), options, keep=True)
-        # The states at the chunks' starts are all that grows with the sequence beside the inputs themselves.
-        ctx.save_for_backward(*flat, starts)
+        results, kept = _forward(ScanInputs.unflatten(flat, options.depth), options, keep=True)
+        ctx.save_for_backward(*flat, kept)
         ctx.options = options
         if options.surprise:
             ctx.mark_non_differentiable(results[-1])
@@ -84,11 +83,11 @@ class _NativeScan(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, output_bar, *rest):
-        options, (*flat, starts) = ctx.options, ctx.saved_tensors
+        options, (*flat, kept) = ctx.options, ctx.saved_tensors
         inputs = ScanInputs.unflatten(flat, options.depth)
         state_bar = rest[: 2 * options.depth] if options.write else ()
         output_bar = _with_neighbours(output_bar)
-        given = [starts, output_bar, *(t.contiguous() for t in state_bar)]
+        given = [kept, output_bar, *(t.contiguous() for t in state_bar)]
         gradients = [_by_token(t) for t in flat[:6]]
         gradients += [t if t is None or t.dtype == torch.bool else torch.empty_like(t) for t in flat[6:]]
         sizes, eps = _sizes(inputs, options, output_bar)
@@ -98,23 +97,22 @@ class _NativeScan(torch.autograd.Function):
 
 
 def _forward(inputs: ScanInputs, options: ScanOptions, keep: bool):
-    """[output, weights and momentum (if written), surprise (if asked for)], and with ``keep`` the states at the
-    chunks' starts, (G, N, numbers in a state)."""
+    """[output, weights and momentum (if written), surprise (if asked for)], and with ``keep`` what the backward needs
+    beside the inputs, (G, numbers): `titans::Kept`."""
     library, (sizes, eps) = native_library(), _sizes(inputs, options, inputs.q)
     num_chunks, rows, length = inputs.k.shape[:3]
     item_size = inputs.q.element_size()
-    output, surprise, starts, state = _by_token(inputs.q), None, None, []
+    output, surprise, kept, state = _by_token(inputs.q), None, None, []
     if options.surprise:
         surprise = inputs.k.new_empty(num_chunks, rows, length)
     if keep:
-        library.titans_state_size.restype = ctypes.c_int64
-        size = library.titans_state_size(sizes, ctypes.c_int64(item_size))
-        starts = inputs.k.new_empty(rows, num_chunks, size)
+        library.titans_kept_size.restype = ctypes.c_int64
+        kept = inputs.k.new_empty(rows, library.titans_kept_size(sizes, ctypes.c_int64(item_size)))
     if options.write:
         state = [torch.empty_like(t) for t in (*inputs.weights, *inputs.momentum)]
-    outputs = _pointers([output, surprise, starts, *state])
+    outputs = _pointers([output, surprise, kept, *state])
     _run(library.titans_forward, sizes, eps, item_size, _pointers(inputs.flatten()), outputs)
-    return [output, *state, *([surprise] if options.surprise else [])], starts
+    return [output, *state, *([surprise] if options.surprise else [])], kept
 
 
 def _by_token(t: torch.Tensor) -> torch.Tensor:

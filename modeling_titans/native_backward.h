@@ -10,10 +10,8 @@ namespace titans {
 template <class T>
 class ChunkAdjoint : public Chunk<T> {
   using Base = Chunk<T>;
-  using Base::a, Base::g, Base::slope, Base::bend, Base::x, Base::scores, Base::P, Base::read_slope;
-  using Base::Wx, Base::Sx, Base::start_x, Base::forget_to, Base::k_rows, Base::q, Base::x_hat, Base::error;
-  using Base::rstd, Base::read_x_hat, Base::read_rstd, Base::rows, Base::rows_A, Base::rows_E;
-  using Base::scale, Base::scaled_c, Base::scaled_d, Base::scaled_start, Base::product;
+  using Base::a, Base::g, Base::slope, Base::bend, Base::x, Base::scores, Base::P, Base::read_slope, Base::factors;
+  using Base::forget_to, Base::error, Base::scale, Base::product;
 
  public:
   using Base::p, Base::L, Base::D, Base::group, Base::coefficients;
@@ -29,7 +27,7 @@ class ChunkAdjoint : public Chunk<T> {
     read_rows = cutter.take<T>(p.queries * tokens);
     for (T** t : {&c_bar, &d_bar}) *t = cutter.take<T>(queries);
     for (T** t : {&end_A_bar, &end_E_bar, &along, &across}) *t = cutter.take<T>(tokens);
-    for (T** t : {&through_W, &through_S}) *t = cutter.take<T>(narrow * std::max(tokens, queries));
+    for (T** t : {&through_W, &through_S}) *t = cutter.take<T>(p.widest * std::max(tokens, queries));
     q_rows = cutter.take<T>(p.queries * narrow), inner_rows = cutter.take<T>(2 * b * narrow);
     scale_sums = cutter.take<T>(D * kLanes<T>), shift_sums = cutter.take<T>(D * kLanes<T>);
     for (auto* list : {&r, &a_bar, &g_bar, &z_bar, &p_bar, &rows_c, &rows_d, &rows_start, &forget_to_bar}) {
@@ -65,14 +63,26 @@ class ChunkAdjoint : public Chunk<T> {
     }
   }
 
-  // Chunk n from the state before it; ``bar``, the gradient of the state behind it, becomes that of the state before.
-  void run(long n, const T* state, T* bar, const T* output_bar_rows, const Tensors<T>& out) {
+  // The state behind chunk n from the one before it and what was kept.
+  void write_again(long n, Cutter kept, const T* state, T* after) {
+    this->place(kept);
+    this->begin_chunk(n);
+    this->inner_gradient_again(false);
+    this->update(n, state, after);
+  }
+
+  // Chunk n from what was kept and the state before it; ``bar``, the gradient of the state behind it, becomes that of
+  // the state before.
+  void run(long n, Cutter kept, const T* state, T* bar, const T* output_bar_rows, const Tensors<T>& out) {
     const Places vectors = p.by_token(p.length, D), gates = p.by_token(p.length, 1), answers = p.by_token(p.queries, D);
     const long at = vectors.at(n, group), gate = gates.at(n, group), tokens = p.token_stride;
     const bool ended = p.write && p.is_full(n, group);
+    this->place(kept);
     this->begin_chunk(n);
-    this->inner_gradient(state, true);
-    this->read(state, true);
+    this->inner_gradient_again(true);
+    for (long l = 0; l + 1 < L; ++l) {
+      this->activate(factors.read_z[l], p.layers[l].out * p.query_stride, x[l + 1], read_slope[l]);
+    }
     transpose(output_bar_rows + p.output_bar.at(n, group), p.output_bar.token, p.queries, D, output_bar, p.query_stride, p.query_stride);
     unread(state);
     EndScalars<T> end_bar = {0, 0, 0};
@@ -91,10 +101,10 @@ class ChunkAdjoint : public Chunk<T> {
     const long queries = p.query_stride, tokens = p.token_stride, b = p.length, b_q = p.queries;
     T* top = r[L - 1];
     if (p.has_norm()) {
-      add_row_sums(output_bar, read_x_hat, D, queries, scale_sums);
+      add_row_sums(output_bar, factors.read_x_hat, D, queries, scale_sums);
       add_row_sums<T>(output_bar, nullptr, D, queries, shift_sums);
       this->scale_rows(output_bar, queries, top);
-      norm_jacobian(top, read_x_hat, read_rstd, D, queries, top);
+      norm_jacobian(top, factors.read_x_hat, factors.read_rstd, D, queries, top);
     } else {
       std::copy(output_bar, output_bar + D * queries, top);
     }
@@ -102,15 +112,16 @@ class ChunkAdjoint : public Chunk<T> {
     for (T* sums : {c_bar, d_bar}) std::fill(sums, sums + queries, T(0));
     for (long l = L - 1; l >= 0; --l) {
       const Layer& layer = p.layers[l];
+      this->attend(l);
       product({{g[l], tokens, true, r[l], queries, layer.out}}, b, queries, {product_bar, queries});
       each<T>(b * queries, [&](long i) {
         const Vec<T> bar = load(product_bar + i);
-        store(A_bar + i, load(A_bar + i) - bar * load(scores[l] + i));
+        store(A_bar + i, load(A_bar + i) - bar * load(scores + i));
         store(product_bar + i, -bar * load(coefficients.read_A + i));
       });
       transpose(product_bar, queries, b, b_q, read_rows, tokens, tokens);
       product({{x[l], queries, false, read_rows, tokens, b_q}}, layer.in, tokens, {a_bar[l], tokens});
-      transpose(P[l], queries, b, b_q, read_rows, tokens, tokens);
+      transpose(P, queries, b, b_q, read_rows, tokens, tokens);
       product({{r[l], queries, false, read_rows, tokens, b_q}}, layer.out, tokens, {g_bar[l], tokens});
       T* x_bar = l ? r[l - 1] : q_bar;
       unread_state(l, state, x_bar);
@@ -126,28 +137,11 @@ class ChunkAdjoint : public Chunk<T> {
   void unread_state(long l, const T* state, T* x_bar) {
     const Layer& layer = p.layers[l];
     const long queries = p.query_stride, b_q = p.queries, stride = layer.stride;
-    const T *W = state + layer.weights, *S = state + layer.momentum, *start = forget_to[l];
-    const Term<T> attention{a[l], p.token_stride, false, product_bar, queries, p.length};
-    if (layer.flipped) {
-      product({attention}, layer.in, queries, {x_bar, queries});
-      add_through(l, W, coefficients.read_c, T(1), c_bar, x_bar);
-      add_through(l, S, coefficients.read_d, T(1), d_bar, x_bar);
-      if (start) add_through(l, start, coefficients.forgotten, T(-1), c_bar, x_bar);
-    } else {
-      add_column_dots(Wx[l], r[l], T(1), layer.out, queries, c_bar);
-      add_column_dots(Sx[l], r[l], T(1), layer.out, queries, d_bar);
-      scale_columns(r[l], coefficients.read_c, layer.out, queries, scaled_c);
-      scale_columns(r[l], coefficients.read_d, layer.out, queries, scaled_d);
-      if (start) {
-        add_column_dots(start_x[l], r[l], T(-1), layer.out, queries, c_bar);
-        scale_columns(r[l], coefficients.forgotten, layer.out, queries, scaled_start);
-      }
-      product({{W, stride, false, scaled_c, queries, layer.out},
-                   {S, stride, false, scaled_d, queries, layer.out},
-                   {start, stride, false, scaled_start, queries, start ? layer.out : 0},
-                   attention},
-                  layer.in, queries, {x_bar, queries});
-    }
+    const T* start = forget_to[l];
+    product({{a[l], p.token_stride, false, product_bar, queries, p.length}}, layer.in, queries, {x_bar, queries});
+    add_through(l, state + layer.weights, coefficients.read_c, T(1), c_bar, x_bar);
+    add_through(l, state + layer.momentum, coefficients.read_d, T(1), d_bar, x_bar);
+    if (start) add_through(l, start, coefficients.forgotten, T(-1), c_bar, x_bar);
     // The narrow side's tokens in rows, for the state's gradient.
     transpose(layer.flipped ? x[l] : r[l], queries, layer.columns, b_q, q_rows, stride, stride);
     copy_rows(q_rows, stride, b_q, stride, rows_c[l], stride, stride, coefficients.read_c);
@@ -248,6 +242,7 @@ class ChunkAdjoint : public Chunk<T> {
   // minus v's, or none if the error is -v.
   void error_adjoint() {
     const long tokens = p.token_stride, n = D * tokens;
+    const T *x_hat = factors.x_hat, *rstd = factors.rstd;
     T *bar = g_bar[L - 1], *f_bar = z_bar[L - 1];
     const T by_output = p.dot ? T(0) : T(2), by_v = p.dot ? T(-1) : T(-2);
     if (!p.has_norm()) {
@@ -297,7 +292,7 @@ class ChunkAdjoint : public Chunk<T> {
       T *W_bar = bar + layer.weights, *S_bar = bar + layer.momentum;
       const T* wide = layer.flipped ? r[l] : x[l];
       product({{wide, queries, false, rows_d[l], stride, b_q}}, layer.rows, layer.columns,
-                  {S_bar, stride, end.m, T(1), nullptr, nullptr, W_bar, end.d});
+                  {S_bar, stride, end.m, T(1), nullptr, W_bar, end.d});
       if (forget_to[l]) {
         product({{wide, queries, false, rows_start[l], stride, b_q}}, layer.rows, layer.columns,
                     {forget_to_bar[l], stride, T(1)});

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "native_coefficients.h"
+#include "native_kept.h"
 #include "native_rounded.h"
 
 namespace titans {
@@ -17,25 +18,18 @@ class Chunk {
     const long b = p.length, tokens = p.token_stride, queries = p.query_stride, narrow = p.narrow_stride;
     coefficients.cut(cutter, b, p.queries);
     product.cut(cutter, p);
-    for (T** x : {&k, &v, &x_hat, &error}) *x = cutter.take<T>(D * tokens);
-    for (T** x : {&q, &read_x_hat}) *x = cutter.take<T>(D * queries);
+    for (T** x : {&k, &v, &error}) *x = cutter.take<T>(D * tokens);
+    for (T** x : {&q, &answer}) *x = cutter.take<T>(D * queries);
+    for (T** x : {&scores, &P}) *x = cutter.take<T>(b * queries);
     k_rows = cutter.take<T>(b * padded<T>(D));
-    rstd = cutter.take<T>(tokens), read_rstd = cutter.take<T>(queries);
     for (T** x : {&rows, &rows_A, &rows_E}) *x = cutter.take<T>(std::max(b, p.queries) * narrow);
-    for (T** x : {&scaled_c, &scaled_d, &scaled_start}) *x = cutter.take<T>(narrow * queries);
-    for (std::vector<T*>* list : {&a, &g, &slope, &bend, &x, &scores, &P, &read_slope, &Wx, &Sx, &start_x, &forget_to}) {
-      list->assign(L, nullptr);
-    }
+    for (T** x : {&scaled_c, &scaled_d, &scaled_start}) *x = cutter.take<T>(p.widest * queries);
+    for (std::vector<T*>* list : {&a, &g, &slope, &bend, &x, &read_slope, &forget_to}) list->assign(L, nullptr);
     for (long l = 0; l < L; ++l) {
       const Layer& layer = p.layers[l];
       a[l] = l ? cutter.take<T>(layer.in * tokens) : k;
       g[l] = cutter.take<T>(layer.out * tokens);
       x[l] = l ? cutter.take<T>(layer.in * queries) : q;
-      // The backward wants each layer's; the forward one after another.
-      for (auto* list : {&scores, &P}) (*list)[l] = l && !backward ? (*list)[0] : cutter.take<T>(b * queries);
-      if (!layer.flipped) {
-        for (auto* list : {&Wx, &Sx, &start_x}) (*list)[l] = cutter.take<T>(layer.out * queries);
-      }
       if (p.in.forget_to[0]) forget_to[l] = cutter.take<T>(layer.size);
       if (l + 1 < L) {
         slope[l] = cutter.take<T>(layer.out * tokens);
@@ -80,30 +74,40 @@ class Chunk {
     }
   }
 
-  // a and g at the weights of ``state``; for the backward also what g's own derivative needs.
-  void inner_gradient(const T* state, bool backward) {
+  // Where a chunk's factors are put, or were.
+  void place(Cutter& cutter) { factors.cut(cutter, p); }
+
+  // a and g at the weights of ``state``.
+  void inner_gradient(const T* state) {
     const long tokens = p.token_stride;
     for (long l = 0; l < L; ++l) {
-      T* z = l + 1 < L ? a[l + 1] : x_hat;
+      T* z = l + 1 < L ? factors.z[l] : factors.x_hat;
       forth(l, state + p.layers[l].weights, a[l], tokens, {z, tokens});
-      if (l + 1 < L) activate(z, p.layers[l].out * tokens, z, slope[l], backward ? bend[l] : nullptr);
+      if (l + 1 < L) activate(z, p.layers[l].out * tokens, a[l + 1], slope[l]);
     }
-    if (p.has_norm()) normalize(x_hat, T(p.eps), D, tokens, rstd);
-    compute_error();
-    T* top = g[L - 1];
-    if (p.has_norm()) {
-      scale_rows(error, tokens, top);
-      norm_jacobian(top, x_hat, rstd, D, tokens, top);
-    } else {
-      std::copy(error, error + D * tokens, top);
-    }
+    if (p.has_norm()) normalize(factors.x_hat, T(p.eps), D, tokens, factors.rstd);
+    top_error();
     for (long l = L - 1; l > 0; --l) {
-      T *below = g[l - 1], *curved = backward ? bend[l - 1] : nullptr;
-      back(l, state + p.layers[l].weights, g[l], tokens, {below, tokens});
+      T* above = factors.p[l - 1];
+      back(l, state + p.layers[l].weights, g[l], tokens, {above, tokens});
       each<T>(p.layers[l].in * tokens, [&](long i) {
-        const Vec<T> error_above = load(below + i);
-        store(below + i, error_above * load(slope[l - 1] + i));
-        if (curved) store(curved + i, error_above * load(curved + i));
+        store(g[l - 1] + i, load(above + i) * load(slope[l - 1] + i));
+      });
+    }
+  }
+
+  // The same from factors that were kept; with ``backward`` also what g's own derivative needs.
+  void inner_gradient_again(bool backward) {
+    top_error();
+    for (long l = 0; l + 1 < L; ++l) {
+      each<T>(p.layers[l].out * p.token_stride, [&](long i) {
+        const Gelu<T> gelu(load(factors.z[l] + i));
+        const Vec<T> above = load(factors.p[l] + i), gelu_slope = gelu.slope();
+        store(a[l + 1] + i, gelu.value());
+        store(g[l] + i, above * gelu_slope);
+        if (!backward) return;
+        store(slope[l] + i, gelu_slope);
+        store(bend[l] + i, above * gelu.curvature());
       });
     }
   }
@@ -113,61 +117,51 @@ class Chunk {
     each<T>(p.token_stride, [&](long i) {
       const Vec<T> sum = sum_rows<T>(D, [&](long r) {
         const long at = r * p.token_stride + i;
-        return p.dot ? output_vector(k, x_hat, at, r) * load(v + at) : load(error + at) * load(error + at);
+        return p.dot ? output_vector(k, factors.x_hat, at, r) * load(v + at) : load(error + at) * load(error + at);
       });
       for (long t = i; t < std::min(i + kLanes<T>, p.length); ++t) loss[t] = sum[t - i] * (p.dot ? T(-1) : T(0.25));
     });
   }
 
-  // M_{W_t}(q_t), given `inner_gradient`; read_x_hat is what M's last layer gives, normalised if it is.
-  void read(const T* state, bool backward) {
-    const long queries = p.query_stride, b = p.length;
+  // M_{W_t}(q_t), given `inner_gradient`.
+  void read(const T* state) {
+    const long queries = p.query_stride;
     for (long l = 0; l < L; ++l) {
       const Layer& layer = p.layers[l];
       const T *W = state + layer.weights, *S = state + layer.momentum;
-      product({{a[l], p.token_stride, true, x[l], queries, layer.in}}, b, queries, {scores[l], queries});
-      each<T>(b * queries, [&](long i) { store(P[l] + i, -load(coefficients.read_A + i) * load(scores[l] + i)); });
-      T* z = l + 1 < L ? x[l + 1] : read_x_hat;
-      const Term<T> attention{g[l], p.token_stride, false, P[l], queries, b};
-      if (layer.flipped) {
-        scale_columns(x[l], coefficients.read_c, layer.in, queries, scaled_c);
-        scale_columns(x[l], coefficients.read_d, layer.in, queries, scaled_d);
-        if (forget_to[l]) scale_columns(x[l], coefficients.forgotten, layer.in, queries, scaled_start);
-        product({{W, layer.stride, false, scaled_c, queries, layer.in},
-                     {S, layer.stride, false, scaled_d, queries, layer.in},
-                     {forget_to[l], layer.stride, false, scaled_start, queries, forget_to[l] ? layer.in : 0},
-                     attention},
-                    layer.out, queries, {z, queries});
-      } else {
-        forth(l, W, x[l], queries, {Wx[l], queries});
-        forth(l, S, x[l], queries, {Sx[l], queries});
-        scale_columns(Wx[l], coefficients.read_c, layer.out, queries, z);
-        add_scaled_columns(Sx[l], coefficients.read_d, T(1), layer.out, queries, z);
-        if (forget_to[l]) {
-          forth(l, forget_to[l], x[l], queries, {start_x[l], queries});
-          add_scaled_columns(start_x[l], coefficients.forgotten, T(1), layer.out, queries, z);
-        }
-        product({attention}, layer.out, queries, {z, queries, T(1)});
-      }
-      if (l + 1 < L) activate(z, layer.out * queries, z, backward ? read_slope[l] : nullptr, nullptr);
+      attend(l);
+      scale_columns(x[l], coefficients.read_c, layer.in, queries, scaled_c);
+      scale_columns(x[l], coefficients.read_d, layer.in, queries, scaled_d);
+      if (forget_to[l]) scale_columns(x[l], coefficients.forgotten, layer.in, queries, scaled_start);
+      T* z = l + 1 < L ? factors.read_z[l] : factors.read_x_hat;
+      product({{W, layer.stride, !layer.flipped, scaled_c, queries, layer.in},
+                   {S, layer.stride, !layer.flipped, scaled_d, queries, layer.in},
+                   {forget_to[l], layer.stride, !layer.flipped, scaled_start, queries, forget_to[l] ? layer.in : 0},
+                   {g[l], p.token_stride, false, P, queries, p.length}},
+                  layer.out, queries, {z, queries});
+      if (l + 1 < L) activate(z, layer.out * queries, x[l + 1], nullptr);
     }
-    if (p.has_norm()) normalize(read_x_hat, T(p.eps), D, queries, read_rstd);
+    if (p.has_norm()) normalize(factors.read_x_hat, T(p.eps), D, queries, factors.read_rstd);
   }
 
-  // What was read, (b_q, D) in rows of ``stride``; it takes the place of read_x_hat.
+  // What was read, (b_q, D) in rows of ``stride``.
   void give_output(T* output, long stride) {
     const long queries = p.query_stride;
     for (long r = 0; r < D; ++r) {
       each<T>(queries, [&](long i) {
         const long at = r * queries + i;
-        store(read_x_hat + at, output_vector(q, read_x_hat, at, r));
+        store(answer + at, output_vector(q, factors.read_x_hat, at, r));
       });
     }
-    transpose(read_x_hat, queries, D, p.queries, output, stride, D);
+    transpose(answer, queries, D, p.queries, output, stride, D);
   }
 
-  // Puts the state behind the chunk into ``after``.
-  void update(const T* state, T* after) {
+  // Puts the state behind chunk n into ``after``, which may be ``state``.
+  void update(long n, const T* state, T* after) {
+    if (!p.is_full(n, group)) {
+      if (after != state) std::copy(state, state + p.state_size, after);
+      return;
+    }
     const EndScalars<T> end = coefficients.end();
     for (long l = 0; l < L; ++l) {
       const Layer& layer = p.layers[l];
@@ -179,9 +173,9 @@ class Chunk {
       const T *wide = layer.flipped ? g[l] : a[l], *W = state + layer.weights, *S = state + layer.momentum;
       T* new_W = after + layer.weights;
       product({{wide, p.token_stride, false, rows_A, layer.stride, p.length}}, layer.rows, layer.columns,
-                  {new_W, layer.stride, end.c, T(1), nullptr, W, S, end.d});
+                  {new_W, layer.stride, end.c, T(1), W, S, end.d});
       product({{wide, p.token_stride, false, rows_E, layer.stride, p.length}}, layer.rows, layer.columns,
-                  {after + layer.momentum, layer.stride, end.m, T(1), nullptr, S});
+                  {after + layer.momentum, layer.stride, end.m, T(1), S});
       if (forget_to[l]) {
         each<T>(layer.size, [&](long i) {
           store(new_W + i, load(new_W + i) + (1 - end.c) * load(forget_to[l] + i));
@@ -212,14 +206,32 @@ class Chunk {
     return room;
   }
 
-  // z -> gelu(z), and its slope and curvature where there is room for them.
-  static void activate(const T* z, long n, T* value, T* slope, T* curvature) {
+  // z -> gelu(z), and its slope where there is room for it.
+  static void activate(const T* z, long n, T* value, T* slope) {
     each<T>(n, [&](long i) {
       const Gelu<T> gelu(load(z + i));
       store(value + i, gelu.value());
       if (slope) store(slope + i, gelu.slope());
-      if (curvature) store(curvature + i, gelu.curvature());
     });
+  }
+
+  // A layer's scores of queries with keys, and minus A times them.
+  void attend(long l) {
+    const long queries = p.query_stride, b = p.length;
+    product({{a[l], p.token_stride, true, x[l], queries, p.layers[l].in}}, b, queries, {scores, queries});
+    each<T>(b * queries, [&](long i) { store(P + i, -load(coefficients.read_A + i) * load(scores + i)); });
+  }
+
+  // The error of M(k), and its gradient by M's last layer.
+  void top_error() {
+    compute_error();
+    T* top = g[L - 1];
+    if (p.has_norm()) {
+      scale_rows(error, p.token_stride, top);
+      norm_jacobian(top, factors.x_hat, factors.rstd, D, p.token_stride, top);
+    } else {
+      std::copy(error, error + D * p.token_stride, top);
+    }
   }
 
   // d loss / d M(k): 2 (M - v), or -v for the inner loss -<M, v>; 0 where there is no token.
@@ -228,7 +240,7 @@ class Chunk {
     for (long r = 0; r < D; ++r) {
       each<T>(tokens, [&](long i) {
         const long at = r * tokens + i;
-        store(error + at, p.dot ? -load(v + at) : T(2) * (output_vector(k, x_hat, at, r) - load(v + at)));
+        store(error + at, p.dot ? -load(v + at) : T(2) * (output_vector(k, factors.x_hat, at, r) - load(v + at)));
       });
       for (long t = p.length; t < tokens; ++t) error[r * tokens + t] = 0;
     }
@@ -259,12 +271,12 @@ class Chunk {
  protected:
   Products<T> product;
   const T *scale = nullptr, *shift = nullptr;
+  Factors<T> factors;
   // Of keys: inputs and errors of layers, the slope of activations, the errors before it times the curvature.
   std::vector<T*> a, g, slope, bend;
-  // Of queries: inputs, scores with the keys, minus A times the scores, slopes; W, S and W_0 applied where outputs
-  // are the narrow side.
-  std::vector<T*> x, scores, P, read_slope, Wx, Sx, start_x, forget_to;
-  T *k, *v, *q, *k_rows, *x_hat, *error, *rstd, *read_x_hat, *read_rstd;
+  // Of queries: inputs of layers, slopes; W_0.
+  std::vector<T*> x, read_slope, forget_to;
+  T *k, *v, *q, *k_rows, *error, *answer, *scores, *P;
   T *rows, *rows_A, *rows_E, *scaled_c, *scaled_d, *scaled_start;
 };
 

@@ -22,14 +22,13 @@ struct Term {
   long k;
 };
 
-// What becomes of a sum of products p: c = keep * base + other_scale * other + scale * by_column * p, columnwise.
+// What becomes of a sum of products p: c = keep * base + other_scale * other + scale * p.
 template <class T>
 struct Result {
   T* c;
   long stride;
   T keep = 0;
   T scale = 1;
-  const T* by_column = nullptr;
   const T* base = nullptr;  // Null: c itself.
   const T* other = nullptr;
   T other_scale = 0;
@@ -56,56 +55,17 @@ inline void put(Vec<T> (&sum)[Rows][Vectors], long row, long column, const Resul
   T* c = result.c + offset;
   const T* base = result.base ? result.base + offset : c;
   const T* other = result.other ? result.other + offset : nullptr;
-#pragma GCC unroll 4
-  for (int j = 0; j < Vectors; ++j) {
-    V scale = filled(result.scale);
-    if (result.by_column) scale *= load(result.by_column + column + j * n);
+  const auto each_sum = [&](auto f) {
 #pragma GCC unroll 16
     for (int i = 0; i < Rows; ++i) {
-      const long at = i * result.stride + j * n;
-      V x = sum[i][j] * scale;
-      if (result.keep != 0) x += result.keep * load(base + at);
-      if (other) x += result.other_scale * load(other + at);
-      store(c + at, x);
+#pragma GCC unroll 4
+      for (int j = 0; j < Vectors; ++j) f(sum[i][j], i * result.stride + j * n);
     }
-  }
-}
-
-template <class T, int Rows, int Vectors>
-void tile(const Term<T>* terms, int count, long row, long column, const Result<T>& result) {
-  using V = Vec<T>;
-  constexpr int n = kLanes<T>;
-  V sum[Rows][Vectors] = {};
-  for (const Term<T>* term = terms; term < terms + count; ++term) {
-    const T* b = term->b + column;
-    const long b_stride = term->b_stride, a_stride = term->a_stride, depth = term->k;
-    if (term->crosswise) {
-      const T* a = term->a + row;
-      for (long k = 0; k < depth; ++k, a += a_stride, b += b_stride) {
-        V right[Vectors];
-#pragma GCC unroll 4
-        for (int j = 0; j < Vectors; ++j) right[j] = load(b + j * n);
-#pragma GCC unroll 16
-        for (int i = 0; i < Rows; ++i) {
-#pragma GCC unroll 4
-          for (int j = 0; j < Vectors; ++j) sum[i][j] += a[i] * right[j];
-        }
-      }
-    } else {
-      const T* a = term->a + row * a_stride;
-      for (long k = 0; k < depth; ++k, ++a, b += b_stride) {
-        V right[Vectors];
-#pragma GCC unroll 4
-        for (int j = 0; j < Vectors; ++j) right[j] = load(b + j * n);
-#pragma GCC unroll 16
-        for (int i = 0; i < Rows; ++i) {
-#pragma GCC unroll 4
-          for (int j = 0; j < Vectors; ++j) sum[i][j] += a[i * a_stride] * right[j];
-        }
-      }
-    }
-  }
-  put<T, Rows, Vectors>(sum, row, column, result);
+  };
+  if (result.scale != 1) each_sum([&](V& x, long) { x *= result.scale; });
+  if (result.keep != 0) each_sum([&](V& x, long at) { x += result.keep * load(base + at); });
+  if (other) each_sum([&](V& x, long at) { x += result.other_scale * load(other + at); });
+  each_sum([&](V& x, long at) { store(c + at, x); });
 }
 
 // How tiles of Vectors vectors in width cover ``rows`` rows: of nearly equal height, since a short last one would leave
@@ -143,8 +103,40 @@ template <class T>
 struct Plain {
   template <int Rows, int Vectors>
   struct Kernel {
-    static void run(const Term<T>* const& terms, const int& count, const Result<T>& result, long row, long column) {
-      tile<T, Rows, Vectors>(terms, count, row, column, result);
+    static void run(const Term<T>* terms, int count, const Result<T>& result, long row, long column) {
+      using V = Vec<T>;
+      constexpr int n = kLanes<T>;
+      V sum[Rows][Vectors] = {};
+      for (const Term<T>* term = terms; term < terms + count; ++term) {
+        const T* b = term->b + column;
+        const long b_stride = term->b_stride, a_stride = term->a_stride, depth = term->k;
+        if (term->crosswise) {
+          const T* a = term->a + row;
+          for (long k = 0; k < depth; ++k, a += a_stride, b += b_stride) {
+            V right[Vectors];
+#pragma GCC unroll 4
+            for (int j = 0; j < Vectors; ++j) right[j] = load(b + j * n);
+#pragma GCC unroll 16
+            for (int i = 0; i < Rows; ++i) {
+#pragma GCC unroll 4
+              for (int j = 0; j < Vectors; ++j) sum[i][j] += a[i] * right[j];
+            }
+          }
+        } else {
+          const T* a = term->a + row * a_stride;
+          for (long k = 0; k < depth; ++k, ++a, b += b_stride) {
+            V right[Vectors];
+#pragma GCC unroll 4
+            for (int j = 0; j < Vectors; ++j) right[j] = load(b + j * n);
+#pragma GCC unroll 16
+            for (int i = 0; i < Rows; ++i) {
+#pragma GCC unroll 4
+              for (int j = 0; j < Vectors; ++j) sum[i][j] += a[i * a_stride] * right[j];
+            }
+          }
+        }
+      }
+      put<T, Rows, Vectors>(sum, row, column, result);
     }
   };
 };
@@ -162,16 +154,17 @@ constexpr long kChain = 128;
 
 template <class T>
 void multiply(std::initializer_list<Term<T>> terms, long rows, long columns, Result<T> result) {
-  if (terms.size() > 1 || terms.begin()->k <= kChain) {
+  if (std::all_of(terms.begin(), terms.end(), [](const Term<T>& term) { return term.k <= kChain; })) {
     multiply(terms.begin(), int(terms.size()), rows, columns, result);
     return;
   }
-  Term<T> part = *terms.begin();
-  for (long left = part.k; left > 0; left -= part.k) {
-    part.k = std::min(left, kChain);
-    multiply(&part, 1, rows, columns, result);
-    part.a += part.k * (part.crosswise ? part.a_stride : 1), part.b += part.k * part.b_stride;
-    result.keep = 1, result.base = nullptr, result.other = nullptr;
+  for (Term<T> part : terms) {
+    for (long left = part.k; left > 0; left -= part.k) {
+      part.k = std::min(left, kChain);
+      multiply(&part, 1, rows, columns, result);
+      part.a += part.k * (part.crosswise ? part.a_stride : 1), part.b += part.k * part.b_stride;
+      result.keep = 1, result.base = nullptr, result.other = nullptr;
+    }
   }
 }
 

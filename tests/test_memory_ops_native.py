@@ -92,8 +92,10 @@ def test_reads_the_last_tokens_of_a_chunk(b_q, write):
     assert_equal_scans(scan_inputs(N=1, G=4, b=17, b_q=b_q, h=20, forget_to=True, restart=True), write=write)
 
 
-def test_some_chunks_stay_open_and_some_rows_begin_anew():
-    assert_equal_scans(scan_inputs(N=9, G=4, b=5, D=8, full=True, restart=True))
+# All chunks in one span between two kept states, several spans, and a span of each chunk.
+@pytest.mark.parametrize("b", [5, 40, 70])
+def test_some_chunks_stay_open_and_some_rows_begin_anew(b):
+    assert_equal_scans(scan_inputs(N=9, G=4, b=b, D=8, full=True, restart=True))
 
 
 @pytest.mark.parametrize("value", [-1e12, -1e4, -30.0, 0.0, 30.0, 1e4, 1e12])
