@@ -138,7 +138,7 @@ class AttentionLayout(TensorTable):
                 blocks = rows.blocks()
             visible = rows.visible() if blocks is None else rows.visible_in(blocks)
             if is_segment:
-                visible = interleave(visible, visible, parts, -1)
+                visible = torch.cat(interleave(visible, visible, parts, -1), -1)
             prefix = visible.new_ones(*visible.shape[:-1], num_persistent)
             attention_mask = torch.cat([prefix, visible], -1).unsqueeze(1)
             if implementation in ADDITIVE:
@@ -271,10 +271,10 @@ class _Rows:
         return torch.where(exists, source, self.num_kept + num_columns), count
 
 
-def interleave(one: torch.Tensor, other: torch.Tensor, parts: tuple[int, ...], dim: int) -> torch.Tensor:
+def interleave(one: torch.Tensor, other: torch.Tensor, parts: tuple[int, ...], dim: int) -> list[torch.Tensor]:
     """The first ``parts[0]`` places of ``one`` along ``dim``, those of ``other``, the next ``parts[1]``, and so on."""
     pairs = zip(one.split(parts, dim), other.split(parts, dim), strict=True)
-    return torch.cat([part for pair in pairs for part in pair], dim)
+    return [part for pair in pairs for part in pair]
 
 
 def _parts(num_kept: int, num_columns: int) -> tuple[int, ...]:

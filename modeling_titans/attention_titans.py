@@ -11,16 +11,19 @@ Shapes: B rows, T tokens, H query heads, G key heads, D head dimension, K kept k
 """
 
 import functools
+import itertools
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.function import once_differentiable
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
 
 from .attention_layout import FLASH, AttentionLayout, Blocks, interleave
+from .blockwise import takes_blocks
 from .configuration_titans import TitansConfig
 from .layer_state import AttentionState
 from .merged_flash_attention import AttentionPart, merged_flash_attention
@@ -88,10 +91,39 @@ def returns_weights(config: TitansConfig, output_attentions: bool | None) -> boo
     return True
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """RoPE on x (B, heads, T, D) with cos and sin (B or 1, T, D), halves as pairs; rounded once, to x's dtype."""
+def rotate(parts: list[torch.Tensor], cos: torch.Tensor, sin: torch.Tensor) -> list[torch.Tensor]:
+    """RoPE on each x (B, heads, T, D) with cos and sin (B or 1, T, D), halves as pairs; rounded once, to x's dtype."""
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    if torch.is_grad_enabled() and takes_blocks(parts[0], cos):
+        return [_Rotation.apply(x, cos, sin) for x in parts]
+    x = torch.cat(parts, 1)
     first, second = x.chunk(2, -1)
-    return (x * cos.unsqueeze(1) + torch.cat([-second, first], -1) * sin.unsqueeze(1)).to(x.dtype)
+    x = (x * cos + torch.cat([-second, first], -1) * sin).to(x.dtype)
+    return x.split([part.shape[1] for part in parts], 1)
+
+
+class _Rotation(torch.autograd.Function):
+    """Both halves of an angle's sine are the same number, so the gradient is turned back by the same angle."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotated(x, cos, sin)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, y_bar: torch.Tensor):
+        cos, sin = ctx.saved_tensors
+        return _rotated(y_bar, cos, -sin), None, None
+
+
+def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    y = x * cos
+    halves = (t.chunk(2, -1) for t in (x.to(y.dtype), sin, y))
+    (x_first, x_second), (sin_first, sin_second), (y_first, y_second) = halves
+    y_first.addcmul_(x_second, sin_first, value=-1)
+    y_second.addcmul_(x_first, sin_second)
+    return y.to(x.dtype)
 
 
 def repeat_kv(x: torch.Tensor, copies: int) -> torch.Tensor:
@@ -224,15 +256,14 @@ class TitansAttention(nn.Module):
         else:
             *new, persistent = self._keys_and_values([*streams, prefix_states.unsqueeze(0)])
             persistent = [t.squeeze(0) for t in persistent]
-        rotated = rotate(torch.cat([plain_query, *(keys for keys, _ in new)], 1), *position_embeddings)
-        query, *new_keys = rotated.split([self.num_heads] + [self.num_key_value_heads] * len(new), 1)
+        query, *new_keys = rotate([plain_query, *(keys for keys, _ in new)], *position_embeddings)
         kept = (None,) * 4 if state is None else state[:4]
 
         def behind_kept(keys, values, kept_keys, kept_values):
             if layout.mask is not None:
                 # Whatever stands at a masked token must not even be multiplied by zero.
                 keys, values = (torch.where(layout.mask[:, None, :, None], t, 0) for t in (keys, values))
-            if kept_keys is None:
+            if kept_keys is None or not kept_keys.shape[2]:
                 return keys, values
             return torch.cat([kept_keys.to(keys.dtype), keys], 2), torch.cat([kept_values.to(keys.dtype), values], 2)
 
@@ -263,9 +294,10 @@ class TitansAttention(nn.Module):
         query, keys, values = heads.query, heads.keys, heads.values
         if layout.blocks is not None:
             query, keys, values = _to_blocks(query, keys, values, layout.blocks)
+        keys, values = [keys], [values]
         if heads.retrieved_keys is not None:
-            keys = interleave(keys, heads.retrieved_keys, layout.parts, 2)
-            values = interleave(values, heads.retrieved_values, layout.parts, 2)
+            keys = interleave(*keys, heads.retrieved_keys, layout.parts, 2)
+            values = interleave(*values, heads.retrieved_values, layout.parts, 2)
         num_persistent = 0
         if heads.persistent_keys is not None:
             num_persistent = heads.persistent_keys.shape[1]
@@ -273,6 +305,8 @@ class TitansAttention(nn.Module):
             if layout.blocks is not None:
                 scores = _queries_to_blocks(scores, layout.blocks)
             query, keys, values = _prepend(query, keys, values, scores, heads.persistent_values)
+        else:
+            keys, values = (torch.cat(parts, 2) if len(parts) > 1 else parts[0] for parts in (keys, values))
         attention = functools.partial(
             ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward),
             self,
@@ -328,33 +362,50 @@ class TitansAttention(nn.Module):
 
 def _by_part(attention, query, keys, values, layout: AttentionLayout, num_persistent: int) -> torch.Tensor:
     """A segment's attention (B, T, H, D), in which the queries of each part are given the keys up to its end."""
-    outputs, begin, end, number = [], 0, -layout.num_kept, num_persistent
-    for length in layout.parts:
-        end, number = end + length, number + 2 * length
-        mask = layout.attention_mask[:, :, begin:end, :number]
-        outputs.append(attention(query[:, :, begin:end], keys[:, :, :number], values[:, :, :number], mask)[0])
-        begin = end
-    return torch.cat(outputs, 1)
+    lengths = [layout.parts[0] - layout.num_kept, *layout.parts[1:]]
+    numbers = [num_persistent + 2 * end for end in itertools.accumulate(layout.parts)]
+    prefixes = (_Prefixes.apply(t, numbers) for t in (keys, values))
+    parts = zip(query.split(lengths, 2), *prefixes, layout.attention_mask.split(lengths, 2), strict=True)
+    return torch.cat([attention(q, k, v, mask[..., : k.shape[2]])[0] for q, k, v, mask in parts], 1)
 
 
-def _prepend(query, keys, values, scores, persistent_values):
-    """Puts P persistent tokens in front of the keys: their scores (B, H, T, P) enter through P more dimensions.
+class _Prefixes(torch.autograd.Function):
+    """The first ``numbers[i]`` keys of x (B, G, S, D) for each i; the last number is S.
+
+    A slice's own gradient would be as long as x, whose gradient would be the sum of all of them.
+    """
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, numbers: list[int]) -> tuple[torch.Tensor, ...]:
+        return tuple(x[:, :, :number] for number in numbers)
+
+    @staticmethod
+    def backward(ctx, *bars: torch.Tensor):
+        x_bar = bars[-1].clone()
+        for bar in bars[:-1]:
+            x_bar[:, :, : bar.shape[2]] += bar
+        return x_bar, None
+
+
+def _prepend(query, keys: list, values: list, scores, persistent_values):
+    """Puts P persistent tokens in front of keys and values, which are given in parts (B, G, ., D): their scores
+    (B, H, T, P) enter through P more dimensions.
 
     All dimensions are filled up with zeros to one multiple of 8, which fused kernels ask for.
     """
-    number = scores.shape[-1]
-    width = round_up(query.shape[-1] + number, 8)
-    batch_size, num_heads = keys.shape[:2]
-    unit = torch.eye(number, dtype=keys.dtype, device=keys.device).expand(batch_size, num_heads, -1, -1)
-    before, behind = keys.shape[-1], width - keys.shape[-1] - number
-    unit = F.pad(unit, (before, behind))
-    keys = torch.cat([unit, F.pad(keys, (0, width - keys.shape[-1]))], 2)
+    number, head_dim = scores.shape[-1], query.shape[-1]
+    more = round_up(head_dim + number, 8) - head_dim
+    batch_size, num_heads = keys[0].shape[:2]
     # Rows may stand among the heads: see `_to_blocks`.
     persistent_values = persistent_values.repeat(num_heads // persistent_values.shape[0], 1, 1)
-    values = torch.cat([persistent_values.expand(batch_size, -1, -1, -1), values], 2)
-    values = F.pad(values, (0, width - values.shape[-1]))
-    query = F.pad(torch.cat([query, scores], -1), (0, behind))
-    return query, keys, values
+    values = torch.cat([persistent_values.expand(batch_size, -1, -1, -1), *values], 2)
+    keys = torch.cat([torch.zeros_like(values[:, :, :number], dtype=keys[0].dtype), *keys], 2)
+    zero = keys.new_zeros(()).expand(batch_size, num_heads, keys.shape[2], more)
+    unit = torch.eye(number, more, dtype=keys.dtype, device=keys.device)
+    unit = F.pad(unit, (0, 0, 0, keys.shape[2] - number)).expand(batch_size, num_heads, -1, -1)
+    keys, values = torch.cat([keys, unit], -1), torch.cat([values, zero], -1)
+    zero = query.new_zeros(()).expand(*query.shape[:-1], more - number)
+    return torch.cat([query, scores, zero], -1), keys, values
 
 
 def _to_blocks(query, keys, values, blocks: Blocks):

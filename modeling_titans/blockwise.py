@@ -14,6 +14,8 @@ from torch.autograd.function import once_differentiable
 
 
 BLOCK, EPS = 128, 1e-6
+# Elements that each thread has of a block of vectors.
+ELEMENTS = 1 << 18
 
 
 def takes_blocks(x: torch.Tensor, weight: torch.Tensor | None = None) -> bool:
@@ -34,8 +36,15 @@ def depthwise_convolution(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor
 
 
 def silu_and_unit(x: torch.Tensor) -> torch.Tensor:
-    """silu(x) of x (B, T, 3, H, D), and of its first two parts, queries and keys, brought to length 1 over D."""
+    """silu(x) of x (B, T, parts, H, D), of which the first two, queries and keys, are brought to length 1 over D."""
     return _SiluAndUnit.apply(x)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """`F.rms_norm` of x (..., C) over its last dimension, with weight (C,) of the same dtype."""
+    if torch.is_grad_enabled() and takes_blocks(x, weight):
+        return _RMSNorm.apply(x, weight, eps)
+    return F.rms_norm(x, weight.shape, weight, eps)
 
 
 class _DepthwiseConvolution(torch.autograd.Function):
@@ -96,6 +105,39 @@ class _SiluAndUnit(torch.autograd.Function):
             vectors_bar.addcmul_(unit, along, value=-1).div_(length)
             part.copy_(torch.ops.aten.silu_backward(bar, inputs))
         return x_bar
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        y = torch.empty_like(x, memory_format=torch.contiguous_format)
+        scale = x.new_empty(x.numel() // x.shape[-1], 1)
+        for inputs, part, factor in _vectors(x, y, scale):
+            torch.linalg.vector_norm(inputs, dim=-1, keepdim=True, out=factor)
+            factor.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+            torch.mul(inputs, factor, out=part).mul_(weight)
+        ctx.save_for_backward(x, weight, scale)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, y_bar: torch.Tensor):
+        x, weight, scale = ctx.saved_tensors
+        x_bar, weight_bar = torch.empty_like(x, memory_format=torch.contiguous_format), torch.zeros_like(weight)
+        for inputs, factor, bar, part in _vectors(x, scale, y_bar, x_bar):
+            unit = inputs * factor
+            product = bar * unit
+            weight_bar += product.sum(0)
+            along = product.mul_(weight).mean(-1, keepdim=True)
+            torch.mul(bar, weight, out=part).addcmul_(unit, along, value=-1).mul_(factor)
+        return x_bar, weight_bar, None
+
+
+def _vectors(*tensors: torch.Tensor):
+    """(N, .) of each tensor (..., .), as many vectors as fit into cache."""
+    rows = [t.reshape(-1, t.shape[-1]) for t in tensors]
+    number = max(ELEMENTS * torch.get_num_threads() // rows[0].shape[-1], 1)
+    return zip(*(t.split(number) for t in rows), strict=True)
 
 
 def _widened(x: torch.Tensor, copy: bool = False) -> torch.Tensor:

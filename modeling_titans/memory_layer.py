@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .blockwise import EPS, silu_and_unit, takes_blocks
+from .blockwise import EPS, rms_norm, silu_and_unit, takes_blocks
 from .configuration_titans import TitansConfig
 from .inner_network import InnerNetwork
 from .kept_memories import KeptMemories
@@ -59,11 +59,11 @@ class TitansRMSNorm(nn.Module):
         self.variance_epsilon = eps
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        shape, eps = self.weight.shape, self.variance_epsilon
+        eps = self.variance_epsilon
         if hidden_states.dtype == self.weight.dtype and hidden_states.dtype in (torch.float32, torch.float64):
-            return F.rms_norm(hidden_states, shape, self.weight, eps)
+            return rms_norm(hidden_states, self.weight, eps)
         x = hidden_states.to(torch.promote_types(hidden_states.dtype, torch.float32))
-        return self.weight * F.rms_norm(x, shape, None, eps).to(hidden_states.dtype)
+        return self.weight * F.rms_norm(x, self.weight.shape, None, eps).to(hidden_states.dtype)
 
     def extra_repr(self) -> str:
         return f"{tuple(self.weight.shape)}, eps={self.variance_epsilon}"
@@ -297,7 +297,7 @@ class TitansNeuralMemory(nn.Module):
                 x, tail = (F.pad(t, (0, 2 * number)) for t in (x, tail))
             x, tail = self._convolve(x, tail, None, layout)
             x, tail = x[..., :number], tail[..., :number]
-        q = _unit(F.silu(x).unflatten(-1, (self.config.memory_num_heads, self.config.memory_head_dim)))
+        (q,) = self._activate(x)
         if self.caching is not None:
             network = self._network(q, torch.promote_types(q.dtype, state.segment_weights[0].dtype))
             exact, u = self._exact(q, hidden_states, network, None)
@@ -387,13 +387,16 @@ class TitansNeuralMemory(nn.Module):
         if self.conv1d is not None:
             start_tail = None if start_state is None else start_state.conv_tail.to(x.dtype)
             x, tail = self._convolve(x, tail.to(x.dtype), start_tail, layout)
-        config = self.config
-        x = x.unflatten(-1, (3, config.memory_num_heads, config.memory_head_dim))
+        return *self._activate(x), tail
+
+    def _activate(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """silu(x) of x (B, T, parts * H * D), a tensor (B, T, H, D) for each part: queries or queries and keys, both
+        brought to length 1, and values."""
+        x = x.unflatten(-1, (-1, self.config.memory_num_heads, self.config.memory_head_dim))
         if takes_blocks(x):
-            return *silu_and_unit(x).unbind(2), tail
+            return silu_and_unit(x).unbind(2)
         x = F.silu(x)
-        q, k = _unit(x[:, :, :2]).unbind(2)
-        return q, k, x[:, :, 2], tail
+        return *_unit(x[:, :, :2]).unbind(2), *x[:, :, 2:].unbind(2)
 
     def _convolve(self, x, tail, start_tail, layout) -> tuple[torch.Tensor, torch.Tensor]:
         """x (B, T, 3 H D) behind its tail -> the convolution's result, and the tail behind x."""

@@ -7,7 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from titans_testing import TOLERANCE, assert_close
-from transformers_titans.blockwise import BLOCK, depthwise_convolution, silu_and_unit, takes_blocks
+from transformers_titans import blockwise
+from transformers_titans.attention_titans import rotate
+from transformers_titans.blockwise import BLOCK, depthwise_convolution, rms_norm, silu_and_unit, takes_blocks
 
 
 F64 = torch.float64
@@ -37,14 +39,62 @@ def test_convolution_equals_torchs(length, taps):
     assert_alike(results(depthwise_convolution, x, weight), expected)
 
 
+@pytest.mark.parametrize("shape", [(5, 6), (2, 37, 6), (2, 7, 3, 6)])
+@pytest.mark.parametrize("elements", [1, 48, 1 << 18])
+def test_rms_norm_equals_torchs(shape, elements, monkeypatch):
+    """In blocks of one vector, of some and of all, of tensors that do not lie as their shapes say."""
+    monkeypatch.setattr(blockwise, "ELEMENTS", elements)
+    x, weight = torch.randn(shape, dtype=F64).transpose(0, -2), torch.randn(6, dtype=F64)
+    x[0] = 0
+    expected = results(lambda x, w: F.rms_norm(x, (6,), w, 1e-6), x, weight)
+    assert_alike(results(lambda x, w: rms_norm(x, w, 1e-6), x, weight), expected)
+
+
+def cos_and_sin(dtype):
+    angles = torch.randn(1, 5, 3, dtype=dtype).repeat(1, 1, 2)
+    return angles.cos(), angles.sin()
+
+
+def test_rotation_equals_torchs():
+    cos, sin = cos_and_sin(F64)
+    parts = [torch.randn(2, heads, 5, 6, dtype=F64) for heads in (3, 1)]
+
+    def plain(*parts):
+        x = torch.cat(parts, 1)
+        first, second = x.chunk(2, -1)
+        return x * cos.unsqueeze(1) + torch.cat([-second, first], -1) * sin.unsqueeze(1)
+
+    expected = results(plain, *parts)
+    assert_alike(results(lambda *parts: torch.cat(rotate(parts, cos, sin), 1), *parts), expected)
+    with torch.no_grad():
+        assert_alike([torch.cat(rotate(parts, cos, sin), 1)], expected[:1])
+
+
+def test_rotation_under_autocast_rounds_once():
+    cos, sin = cos_and_sin(torch.float32)
+    x, bar = torch.randn(2, 2, 3, 5, 6).bfloat16()
+
+    def run(x):
+        x = x.clone().requires_grad_()
+        (y,) = rotate([x], cos, sin)
+        return y, torch.autograd.grad(y, x, bar.to(y.dtype))[0]
+
+    expected = run(x.float())
+    with torch.autocast("cpu", torch.bfloat16):
+        actual = run(x)
+    for got, want in zip(actual, expected, strict=True):
+        assert got.dtype == torch.bfloat16 and torch.equal(got, want.bfloat16())
+
+
 def plain_silu_and_unit(x):
     x = F.silu(x)
     return torch.cat([F.normalize(x[:, :, :2], dim=-1, eps=1e-6), x[:, :, 2:]], 2)
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-def test_silu_and_unit_equal_torchs(length):
-    x = torch.randn(2, length, 3, 2, 5, dtype=F64)
+@pytest.mark.parametrize("parts", [1, 3])
+def test_silu_and_unit_equal_torchs(length, parts):
+    x = torch.randn(2, length, parts, 2, 5, dtype=F64)
     assert_alike(results(silu_and_unit, x), results(plain_silu_and_unit, x))
 
 
