@@ -103,37 +103,31 @@ template <class T>
 struct Plain {
   template <int Rows, int Vectors>
   struct Kernel {
+    // A term's products; a's rows are ``down`` apart, and what is summed over ``along``.
+    template <class Down>
+    static inline void add(Vec<T> (&sum)[Rows][Vectors], const T* a, Down down, long along, const Term<T>& term,
+                           long column) {
+      const T* b = term.b + column;
+      for (long k = 0; k < term.k; ++k, a += along, b += term.b_stride) {
+        Vec<T> right[Vectors];
+#pragma GCC unroll 4
+        for (int j = 0; j < Vectors; ++j) right[j] = load(b + j * kLanes<T>);
+#pragma GCC unroll 16
+        for (int i = 0; i < Rows; ++i) {
+#pragma GCC unroll 4
+          for (int j = 0; j < Vectors; ++j) sum[i][j] += a[i * down] * right[j];
+        }
+      }
+    }
+
     static void run(const Term<T>* terms, int count, const Result<T>& result, long row, long column) {
-      using V = Vec<T>;
-      constexpr int n = kLanes<T>;
-      V sum[Rows][Vectors] = {};
+      Vec<T> sum[Rows][Vectors] = {};
       for (const Term<T>* term = terms; term < terms + count; ++term) {
-        const T* b = term->b + column;
-        const long b_stride = term->b_stride, a_stride = term->a_stride, depth = term->k;
+        // Rows of a that lie beside each other are at offsets known to the compiler.
         if (term->crosswise) {
-          const T* a = term->a + row;
-          for (long k = 0; k < depth; ++k, a += a_stride, b += b_stride) {
-            V right[Vectors];
-#pragma GCC unroll 4
-            for (int j = 0; j < Vectors; ++j) right[j] = load(b + j * n);
-#pragma GCC unroll 16
-            for (int i = 0; i < Rows; ++i) {
-#pragma GCC unroll 4
-              for (int j = 0; j < Vectors; ++j) sum[i][j] += a[i] * right[j];
-            }
-          }
+          add(sum, term->a + row, std::integral_constant<long, 1>(), term->a_stride, *term, column);
         } else {
-          const T* a = term->a + row * a_stride;
-          for (long k = 0; k < depth; ++k, ++a, b += b_stride) {
-            V right[Vectors];
-#pragma GCC unroll 4
-            for (int j = 0; j < Vectors; ++j) right[j] = load(b + j * n);
-#pragma GCC unroll 16
-            for (int i = 0; i < Rows; ++i) {
-#pragma GCC unroll 4
-              for (int j = 0; j < Vectors; ++j) sum[i][j] += a[i * a_stride] * right[j];
-            }
-          }
+          add(sum, term->a + row * term->a_stride, term->a_stride, 1, *term, column);
         }
       }
       put<T, Rows, Vectors>(sum, row, column, result);
