@@ -261,8 +261,9 @@ def main() -> None:
     parser.add_argument("--shorten", type=int, default=1, help="divides the number of tokens, for a trial, not kept")
     arguments = parser.parse_args()
     results = {"rounds": arguments.rounds, "parameters": parameter_counts(), "errors": check_ours()}
-    for name in set(TRAINED) - set(OURS_ALL):
-        check_peer(name)
+    for name in TRAINED:
+        if name not in OURS_ALL:
+            check_peer(name)
     results["training"] = measure_training(LENGTH // arguments.shorten, arguments.rounds)
     results["decoding"] = measure_decoding(NEW_TOKENS // arguments.shorten, arguments.rounds)
     title, keep = "A model with memory as a context", arguments.shorten == 1

@@ -125,8 +125,9 @@ def check_peer(chunk_size: int, name: str) -> None:
 def measure(chunk_size: int, length: int, rounds: int) -> dict:
     errors = check_ours(chunk_size)
     check_backends(chunk_size, length)
-    for name in set(CONTENDERS) - set(OURS_ALL):
-        check_peer(chunk_size, name)
+    for name in CONTENDERS:
+        if name not in OURS_ALL:
+            check_peer(chunk_size, name)
     steps = {name: step(name, chunk_size, length) for name in CONTENDERS}
     times = alternate(steps, rounds, f"chunk {chunk_size}, {length} tokens")
     del steps

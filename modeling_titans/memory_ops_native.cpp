@@ -180,8 +180,8 @@ int titans_forward(const int64_t* sizes, double eps, int64_t item_size, void* co
                           : titans::forward<double>(given, inputs, outputs, threads));
 }
 
-// ``gradients``: what was kept, then the gradients of the output and of weights and momentum of each layer; ``outputs``: the
-// gradients of the inputs.
+// ``gradients``: what was kept, then the gradients of the output and of weights and momentum of each layer;
+// ``outputs``: the gradients of the inputs.
 int titans_backward(const int64_t* sizes, double eps, int64_t item_size, void* const* inputs, void* const* gradients,
                     void* const* outputs, int64_t threads) {
   const titans::Sizes given(sizes, eps);

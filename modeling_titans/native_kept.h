@@ -7,8 +7,8 @@
 
 namespace titans {
 
-// Of keys: z before each activation, p = g W^T behind it, what M's last layer gives, normalised if it is, and 1 / sigma;
-// of queries the same without p.
+// Of keys: z before each activation, p = g W^T behind it, what M's last layer gives, normalised if it is, and
+// 1 / sigma; of queries the same without p.
 template <class T>
 struct Factors {
   std::vector<T*> z, p, read_z;

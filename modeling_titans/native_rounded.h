@@ -63,8 +63,7 @@ inline __m512bh pair_of(uint32_t x) { return (__m512bh)_mm512_set1_epi32(int(x))
 struct Paired {
   template <int Rows, int Vectors>
   struct Kernel {
-    static void run(const PairTerm* terms, int count, const Result<float>& result, long row,
-                    long column) {
+    static void run(const PairTerm* terms, int count, const Result<float>& result, long row, long column) {
       Vec<float> sum[Rows][Vectors] = {};
       for (const PairTerm* term = terms; term < terms + count; ++term) {
         const uint32_t* b = term->b + column;
