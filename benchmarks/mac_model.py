@@ -9,7 +9,7 @@ loss at 2,048 tokens) with its peak memory, and cached decoding of 128 tokens be
 `timing.py` says how, `peers.py` how the peer is set up. Nothing is timed unless
 
 - our loss and every gradient agree with the token-by-token form in float64, and so do those of float32 and of bfloat16
-  products, within their precision, and our cached logits are the uncached ones, and those of the compiled form;
+  products, within their precision, and our cached logits are the uncached ones, those of the compiled and of the native form too;
 - the peer's loss and gradients are finite, its last logits depend on the first segment, and its cached logits are the
   uncached ones.
 
@@ -36,7 +36,7 @@ NATIVE, NATIVE_BF16 = "ours, native", "ours, native, bfloat16 products"
 PEER, PEER_EXACT, PEER_BF16 = "titans-pytorch", "titans-pytorch, eq. 16", "titans-pytorch, bfloat16 products"
 OURS_ALL, IN_BF16 = (OURS, COMPILED, NATIVE, NATIVE_BF16), (NATIVE_BF16, PEER_BF16)
 TRAINED = without_emulated((OURS, NATIVE, NATIVE_BF16, PEER, PEER_EXACT, PEER_BF16), IN_BF16)
-DECODED = (OURS, COMPILED, PEER, PEER_EXACT)
+DECODED = (OURS, COMPILED, NATIVE, PEER, PEER_EXACT)
 # The loss is a mean over the tokens, the gradients have passed four memories: rounding errors grow on the way.
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3, torch.bfloat16: 1e-1}
 
@@ -140,7 +140,7 @@ class PeerDecoding:
 
 def decoding(name: str, prompt: int = PROMPT, new_tokens: int = NEW_TOKENS, segment: int = SEGMENT):
     model, text = model_of(OURS if name == COMPILED else name, segment).eval(), text_of(prompt)
-    if name in (OURS, COMPILED):
+    if name in OURS_ALL:
         return OurDecoding(model, text, new_tokens, name == COMPILED)
     return PeerDecoding(model, text, new_tokens)
 
@@ -153,7 +153,7 @@ def check_decoding(name: str) -> None:
     tokens = torch.cat([task.logits, logits], 1).argmax(-1)
     with torch.no_grad():
         whole = task.model(torch.cat([text_of(prompt), tokens[:, :-1]], 1))
-    whole = whole.logits if name == OURS else whole
+    whole = whole.logits if name in OURS_ALL else whole
     refuse_unless_close(f"cached logits of {name}", logits, whole[:, -new_tokens:], 1e-4)
 
 
@@ -167,7 +167,8 @@ def check_ours() -> dict[str, float]:
         gradients = {f"gradient of {key}": p.grad.clone() for key, p in model.named_parameters()}
         return {"loss": loss.detach()} | gradients
 
-    check_decoding(OURS)
+    for name in (OURS, NATIVE):
+        check_decoding(name)
     refuse_unless_alike("our model", run, model_of(OURS, segment=2 * CHUNK), TOLERANCE)
     return refuse_unless_alike("our native model", run, model_of(NATIVE, segment=2 * CHUNK), TOLERANCE)
 
@@ -213,8 +214,9 @@ def measure_training(length: int, rounds: int) -> dict:
 
 def measure_decoding(new_tokens: int, rounds: int) -> dict:
     tasks = {name: decoding(name, new_tokens=new_tokens) for name in DECODED}
-    expected, actual = (tasks[name].run() for name in (OURS, COMPILED))
-    refuse_unless_close(f"cached logits of {COMPILED}", actual, expected, 1e-4)
+    expected = tasks[OURS].run()
+    for name in (COMPILED, NATIVE):
+        refuse_unless_close(f"cached logits of {name}", tasks[name].run(), expected, 1e-4)
     calls, rewinds = ({name: getattr(task, kind) for name, task in tasks.items()} for kind in ("run", "rewind"))
     times = alternate(calls, rounds, f"decoding, {new_tokens} tokens", rewinds)
     return {"prompt": PROMPT, "new tokens": new_tokens, **rates(times, new_tokens)}

@@ -52,9 +52,9 @@ def compiled_reader(config: CompileConfig, device: torch.device) -> Callable:
     return torch.compile(read_blocks, **options)
 
 
-def stays_open(num_columns: int, plan: LayerPlan, state: TitansLayerState | None) -> bool:
+def stays_open(hidden_states: torch.Tensor, plan: LayerPlan, state: TitansLayerState | None) -> bool:
     """Whether a call is one that the compiled form is for: a token in each row behind others of its open chunk."""
-    if num_columns != 1 or state is None or state.memory.memory.chunk is None:
+    if hidden_states.shape[1] != 1 or state is None or state.memory.memory.chunk is None:
         return False
     layout = plan.memory
     if plan.segments is not None:

@@ -7,38 +7,11 @@
 // process.
 
 #include <atomic>
-#include <memory>
-#include <mutex>
 #include <thread>
 
 #include "native_backward.h"
 
 namespace titans {
-
-// Arenas that no thread uses at the moment: a call finds its memory as the call before left it.
-class ArenaPool {
- public:
-  std::unique_ptr<Arena> get() {
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (free_.empty()) return std::make_unique<Arena>();
-    std::unique_ptr<Arena> arena = std::move(free_.back());
-    free_.pop_back();
-    return arena;
-  }
-  void put(std::unique_ptr<Arena> arena) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    free_.push_back(std::move(arena));
-  }
-
- private:
-  std::mutex mutex_;
-  std::vector<std::unique_ptr<Arena>> free_;
-};
-
-ArenaPool& arenas() {
-  static ArenaPool pool;
-  return pool;
-}
 
 // Runs work(arena, group) for each group; false if memory or threads could not be had.
 template <class F>

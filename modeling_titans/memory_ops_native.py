@@ -15,6 +15,9 @@ from .native_library import native_library
 from .scan_inputs import ScanInputs, ScanOptions, ScanResult
 
 
+SOURCE = "memory_ops_native.cpp"
+
+
 # What ctypes passes to the library: a graph would hold nothing of it.
 @torch.compiler.disable
 def native_scan(inputs: ScanInputs, options: ScanOptions) -> ScanResult:
@@ -92,14 +95,14 @@ class _NativeScan(torch.autograd.Function):
         gradients += [t if t is None or t.dtype == torch.bool else torch.empty_like(t) for t in flat[6:]]
         sizes, eps = _sizes(inputs, options, output_bar)
         facts = (sizes, eps, flat[0].element_size(), _pointers(flat), _pointers(given), _pointers(gradients))
-        _run(native_library().titans_backward, *facts)
+        _run(native_library(SOURCE).titans_backward, *facts)
         return None, *(t if t is not None and t.is_floating_point() else None for t in gradients)
 
 
 def _forward(inputs: ScanInputs, options: ScanOptions, keep: bool):
     """[output, weights and momentum (if written), surprise (if asked for)], and with ``keep`` what the backward needs
     beside the inputs, (G, numbers): `titans::Kept`."""
-    library, (sizes, eps) = native_library(), _sizes(inputs, options, inputs.q)
+    library, (sizes, eps) = native_library(SOURCE), _sizes(inputs, options, inputs.q)
     num_chunks, rows, length = inputs.k.shape[:3]
     item_size = inputs.q.element_size()
     output, surprise, kept, state = _by_token(inputs.q), None, None, []

@@ -92,7 +92,11 @@ def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
     if isinstance(tree, torch.Tensor):
         return fn(tree)
     if isinstance(tree, tuple):
-        leaves = [leaf if leaf is None else map_tensors(fn, leaf) for leaf in tree]
+        # A call for each leaf would be a good part of what a decoded token costs.
+        leaves = [
+            fn(leaf) if isinstance(leaf, torch.Tensor) else map_tensors(fn, leaf) if isinstance(leaf, tuple) else leaf
+            for leaf in tree
+        ]
         return tree._make(leaves) if hasattr(tree, "_fields") else tuple(leaves)
     return tree
 

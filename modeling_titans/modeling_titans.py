@@ -29,6 +29,7 @@ from .kept_plan import KeptCounts
 from .layer_plan import plan_layers
 from .layer_state import Sealed
 from .memory_layer import TitansRMSNorm
+from .native_blocks import native_reader, read_blocks_natively, suits
 
 
 # While a cache records its past, a call longer than LONG_CALL keeps a state ROLLBACK columns before its end: a crop
@@ -162,7 +163,9 @@ class TitansModel(TitansPreTrainedModel):
         )
         if cache is not None and cache.needs_replay:
             self._replay(cache)
-        capture = kwargs.get("output_hidden_states", self.config.output_hidden_states) or output_attentions
+        wanted = kwargs.get("output_hidden_states", self.config.output_hidden_states)
+        # An index may be 0.
+        capture = output_attentions or not (wanted is None or wanted is False)
         if cache is None or not cache.is_recording or num_columns <= LONG_CALL or capture:
             hidden_states, surprise, attentions = self._read(
                 inputs_embeds,
@@ -170,7 +173,7 @@ class TitansModel(TitansPreTrainedModel):
                 cache,
                 output_surprise,
                 output_attentions,
-                None if capture or torch.is_grad_enabled() else kwargs.get("reader"),
+                None if capture or torch.is_grad_enabled() else kwargs.get("reader") or native_reader(self.config),
             )
         else:
             hidden_states, surprise = self._read_with_mark(inputs_embeds, columns, cache, output_surprise)
@@ -193,14 +196,15 @@ class TitansModel(TitansPreTrainedModel):
     ):
         """All blocks over (B, T, hidden_size), then the cache's advance.
 
-        ``reader``: a compiled form of `read_blocks` for calls that it suits. Returns the stream, and for each layer
-        its inner losses and attention weights.
+        ``reader``: another form of `read_blocks` for calls that it suits, `read_blocks_natively` or a compiled one.
+        Returns the stream, and for each layer its inner losses and attention weights.
         """
         blocks = self._blocks()
         states = [None if cache is None else kept.state for kept in (blocks if cache is None else cache.layers)]
         plan = self._plan(hidden_states, columns, states[0])
+        fits = suits if reader is read_blocks_natively else stays_open
         read = read_blocks
-        if reader is not None and stays_open(hidden_states.shape[1], plan.content, states[0]):
+        if reader is not None and fits(hidden_states, plan.content, states[0]):
             read = reader
         sealed = [Sealed(state) for state in states]
         streams, outputs = read(blocks, hidden_states, sealed, plan, output_surprise, output_attentions)

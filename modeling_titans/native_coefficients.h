@@ -13,6 +13,7 @@
 // eta_t e_{t-1}, the momentum behind the chunk is the last pair alone, and before it the pair that came before.
 #pragma once
 
+#include "native_arena.h"
 #include "native_vectors.h"
 
 namespace titans {

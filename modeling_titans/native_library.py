@@ -1,8 +1,9 @@
 # Copyright 2026 The transformers-titans authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles the C++ of the native scan for this machine, on first use, and keeps the result on disk.
+"""Compiles the C++ of this folder for this machine, on first use, and keeps the result on disk.
 
-The library knows neither Python nor PyTorch: it takes raw pointers through ctypes, so a C++ compiler is all it needs.
+The libraries know neither Python nor PyTorch: they take raw pointers through ctypes, so a C++ compiler is all that is
+needed.
 """
 
 import ctypes
@@ -20,16 +21,16 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-SOURCE = "memory_ops_native.cpp"
-# One thread a row and head, no OpenMP: PyTorch's own would be a second one in the process, or a different one.
+# Threads of their own, no OpenMP: PyTorch's own would be a second one in the process, or a different one.
 FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-pthread", "-fno-math-errno", "-fno-trapping-math")
 
 
 @functools.cache
-def native_library(*defines: str) -> ctypes.CDLL:
-    """The compiled library, built if it is not kept from an earlier run.
+def native_library(source: str, *defines: str) -> ctypes.CDLL:
+    """A compiled library, built if it is not kept from an earlier run.
 
     Args:
+        source: name of its C++ file.
         defines: names of macros to define.
 
     Raises:
@@ -37,17 +38,17 @@ def native_library(*defines: str) -> ctypes.CDLL:
         RuntimeError: the compiler fails.
     """
     folder = Path(__file__).parent
-    if not (folder / SOURCE).is_file():
+    if not (folder / source).is_file():
         raise ImportError(
-            f'backend="native" needs {SOURCE} beside {Path(__file__).name}, and a checkpoint carries Python alone: '
+            f'backend="native" needs {source} beside {Path(__file__).name}, and a checkpoint carries Python alone: '
             'install the package transformers-titans, or take backend="chunked"'
         )
     compiler = _compiler()
     command = [*compiler, *FLAGS, *_machine_flags(), *(f"-D{name}" for name in defines)]
-    library = _cache_folder() / f"memory_ops_native_{_digest(command, folder)}.so"
+    library = _cache_folder() / f"{Path(source).stem}_{_digest(command, folder / source)}.so"
     if not library.is_file():
-        logger.warning(f"Compiling the native memory op into {library}; this happens once and takes about ten seconds")
-        _build([*command, str(folder / SOURCE)], library)
+        logger.warning(f"Compiling {source} into {library}; this happens once and takes about ten seconds")
+        _build([*command, str(folder / source)], library)
     return ctypes.CDLL(str(library))
 
 
@@ -76,11 +77,11 @@ def _cache_folder() -> Path:
     return Path(root) / "transformers_titans"
 
 
-def _digest(command: list[str], folder: Path) -> str:
+def _digest(command: list[str], source: Path) -> str:
     """Of the sources, the command and what the compiler says of itself and of this machine's processor."""
     macros = subprocess.run([*command, "-dM", "-E", "-x", "c++", os.devnull], capture_output=True)
     digest = hashlib.sha256(repr(command).encode() + macros.stdout)
-    for path in sorted([folder / SOURCE, *folder.glob("native_*.h")]):
+    for path in sorted([source, *source.parent.glob("native_*.h")]):
         digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()[:20]
 
@@ -92,5 +93,5 @@ def _build(command: list[str], library: Path) -> None:
         built = Path(folder) / library.name
         run = subprocess.run([*command, "-o", str(built)], capture_output=True, text=True)
         if run.returncode:
-            raise RuntimeError(f"compiling the native memory op failed: {shlex.join(command)}\n{run.stderr[-4000:]}")
+            raise RuntimeError(f"compiling {library.name} failed: {shlex.join(command)}\n{run.stderr[-4000:]}")
         built.replace(library)
