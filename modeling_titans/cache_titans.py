@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from transformers.cache_utils import CacheLayerMixin, DynamicCache
 
 from .call_plan import Columns, Progress
-from .layer_state import VARIANT_GEOMETRY, TitansLayerState
+from .layer_state import VARIANT_GEOMETRY, Sealed, TitansLayerState
 from .memory_state import iterate_leaves, iterate_tensors, map_tensors
 from .state_loading import counts_of, state_from_tensors
 
@@ -60,9 +60,9 @@ class TitansCacheLayer(CacheLayerMixin):
         """Whether a crop has left inputs that the memory must read again."""
         return self.state is None and self.inputs is not None
 
-    def advance(self, state: TitansLayerState, num_columns: int, inputs: torch.Tensor | None) -> None:
+    def advance(self, state: Sealed, num_columns: int, inputs: torch.Tensor | None) -> None:
         """Stores the state after a call; ``inputs`` (B, T, hidden_size) are needed while past recording is on."""
-        self.state = self._settled(state)
+        self.state = state.content if state.is_owned else self._settled(state.content)
         self.columns += num_columns
         self.is_initialized = True
         if self.record_past:
@@ -215,15 +215,15 @@ class TitansCache(DynamicCache):
 
     def check(self, config, batch_size: int | None = None) -> None:
         """Raises a ValueError if this is the cache of a differently built model, or of another number of rows."""
+        # Past transformers' way to look fields up, which would take longer than all else.
+        fields = vars(config)
         for name, value in self.geometry.items():
-            if getattr(config, name) != value:
-                raise ValueError(
-                    f"cache was made by a model with {name}={value!r}; this model has {getattr(config, name)!r}"
-                )
+            if fields[name] != value:
+                raise ValueError(f"cache was made by a model with {name}={value!r}; this model has {fields[name]!r}")
         if batch_size is not None and self.batch_size not in (-1, batch_size):
             raise ValueError(f"cache is of {self.batch_size} rows, the input of {batch_size}")
 
-    def advance(self, columns: Columns, states: list[TitansLayerState], inputs: list) -> None:
+    def advance(self, columns: Columns, states: list[Sealed], inputs: list) -> None:
         """Stores what a call has left in every layer, all at once at its end: a call that fails changes nothing."""
         progress = self.progress
         if progress is None:

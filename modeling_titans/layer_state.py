@@ -15,12 +15,16 @@ class Sealed:
     Those who shard a model or run it in 16 bits cast every tensor that they find in a module's arguments and results,
     inside tuples and dataclasses too. States must keep their precision, so they travel in an object that says nothing
     of its contents, except that they can be moved.
+
+    Attributes:
+        content: the state or plan.
+        is_owned: whether it is known that its tensors are nobody else's, nor parts of larger ones.
     """
 
-    __slots__ = ("content",)
+    __slots__ = ("content", "is_owned")
 
-    def __init__(self, content):
-        self.content = content
+    def __init__(self, content, is_owned: bool = False):
+        self.content, self.is_owned = content, is_owned
 
     def to(self, device, **kwargs) -> "Sealed":
         if hasattr(self.content, "to"):

@@ -210,7 +210,7 @@ class TitansModel(TitansPreTrainedModel):
         streams, outputs = read(blocks, hidden_states, sealed, plan, output_surprise, output_attentions)
         if cache is not None:
             inputs = streams[:-1] if cache.is_recording else [None] * len(outputs)
-            cache.advance(columns, [output[1].content for output in outputs], inputs)
+            cache.advance(columns, [output[1] for output in outputs], inputs)
         return streams[-1], tuple(output[2] for output in outputs), tuple(output[3] for output in outputs)
 
     def _blocks(self) -> nn.ModuleList:

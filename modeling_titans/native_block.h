@@ -11,7 +11,7 @@ namespace titans {
 
 // `native_blocks.Sizes`. Letters: N persistent tokens, P tokens pending in the open chunk, K kept keys.
 struct BlockSizes {
-  int64_t variant, layers, rows, width, intermediate, persistent;
+  int64_t variant, rows, width, intermediate, persistent;
   int64_t heads, dim, hidden, depth, taps, pending, dot, sliding, chunk_gates, residual, silu_gating, closes;
   int64_t attention_heads, key_value_heads, head_dim, kept, kept_later;
   double rms_eps, norm_eps, max_lr, max_forget, scaling;
@@ -162,6 +162,14 @@ class Member {
   void each_head(long heads, F f) const {
     const Share part = team_.share(index_, s.rows * heads);
     for (long i = part.begin; i < part.end; ++i) f(i / heads, i % heads);
+  }
+
+  // This thread's part of what is copied for each row: n numbers from ``from`` on to a place with room for more.
+  void copy_rows(const T* from, long n, T* to, long to_stride) const {
+    const Share part = team_.share(index_, n);
+    for (long row = 0; row < s.rows; ++row) {
+      std::memcpy(to + row * to_stride + part.begin, from + row * n + part.begin, (part.end - part.begin) * sizeof(T));
+    }
   }
 
   // This thread's part of y = x W^T + b for ``number`` rows of x; returns which part.

@@ -42,6 +42,7 @@ class BlockMemory {
       if (gate.weight) member_.project(gate, x, s.rows, {shared.gates + part * s.heads, 3 * s.heads});
     }
     member_.project(w.gate, x, shared.output_gate);
+    copy_pending();
     member_.wait();
     member_.each_head(s.heads, [&](long row, long head) {
       T* const vectors[] = {own.q, own.k, own.v};
@@ -112,20 +113,23 @@ class BlockMemory {
     return T(which == 1 ? s.max_forget : range) * sigmoid_of(shared.gates[(row * 3 + which) * s.heads + head]);
   }
 
-  // Puts the token into the open chunk: what is pending, its factors, and the coefficients behind it.
-  void write(long row, long head) const {
-    const auto append = [&](const T* old, T* next, const T* value, long width) {
-      const Rows<const T> from{old + (row * s.pending * s.heads + head) * width, s.heads * width};
-      const Rows<T> to = tokens_of(next, row, head, width);
-      for (long t = 0; t < s.pending; ++t) std::memcpy(to[t], from[t], width * sizeof(T));
-      std::memcpy(to[s.pending], value, width * sizeof(T));
+  void copy_pending() const {
+    const auto copy = [&](const T* old, T* next, long width) {
+      member_.copy_rows(old, s.pending * width, next, (s.pending + 1) * width);
     };
-    append(before.k, after.k, own.k, s.dim);
-    append(before.v, after.v, own.v, s.dim);
+    copy(before.k, after.k, s.inner()), copy(before.v, after.v, s.inner());
+    copy(before.theta, after.theta, s.heads), copy(before.alpha, after.alpha, s.heads);
+    copy(before.eta, after.eta, s.heads);
+  }
+
+  // Puts the token into the open chunk, behind those that have been copied: its key, value and gates, its factors, and
+  // the coefficients.
+  void write(long row, long head) const {
+    std::memcpy(tokens_of(after.k, row, head, s.dim)[s.pending], own.k, s.dim * sizeof(T));
+    std::memcpy(tokens_of(after.v, row, head, s.dim)[s.pending], own.v, s.dim * sizeof(T));
     T gates[] = {gate(0, row, head), gate(1, row, head), gate(2, row, head)};
-    T* const olds[] = {before.theta, before.alpha, before.eta};
     T* const nexts[] = {after.theta, after.alpha, after.eta};
-    for (int i = 0; i < 3; ++i) append(olds[i], nexts[i], &gates[i], 1);
+    for (int i = 0; i < 3; ++i) *tokens_of(nexts[i], row, head, 1)[s.pending] = gates[i];
     // Where a chunk shares its gates, its first token's count.
     for (int i = 0; i < 3 && s.chunk_gates; ++i) gates[i] = *tokens_of(nexts[i], row, head, 1)[0];
     write_factors(row, head);

@@ -92,11 +92,11 @@ class BlockReader {
 };
 
 template <class T>
-void read_blocks(const BlockSizes& s, void* const* tensors, const T* cos, const T* sin, const T* stream, T* streams,
-                 long threads) {
+void read_blocks(const BlockSizes& s, long layers, void* const* tensors, const T* cos, const T* sin, const T* stream,
+                 T* streams, long threads) {
   Reader<T> reader(tensors);
   std::vector<Block<T>> blocks;
-  for (long l = 0; l < s.layers; ++l) blocks.emplace_back(reader, s);
+  for (long l = 0; l < layers; ++l) blocks.emplace_back(reader, s);
   threads = std::min<long>(threads, s.rows * s.heads);
   std::unique_ptr<Arena> arena = arenas().get();
   Cutter shared_size(nullptr), own_size(nullptr);
@@ -111,7 +111,7 @@ void read_blocks(const BlockSizes& s, void* const* tensors, const T* cos, const 
     Member<T> member(s, team, index, shared, own_cutter);
     const long size = s.rows * s.width;
     std::memcpy(member.own.stream, stream, size * sizeof(T));
-    for (long l = 0; l < s.layers; ++l) {
+    for (long l = 0; l < layers; ++l) {
       BlockReader<T>(member, blocks[l], cos, sin).read();
       if (member.is_first()) std::memcpy(streams + l * size, member.own.stream, size * sizeof(T));
     }
@@ -124,11 +124,11 @@ void read_blocks(const BlockSizes& s, void* const* tensors, const T* cos, const 
 extern "C" {
 
 // 0, or 1 if there was no memory for its buffers.
-int titans_read_blocks(const titans::BlockSizes* sizes, int64_t item_size, void* const* tensors, const void* cos,
-                       const void* sin, const void* stream, void* streams, int64_t threads) {
+int titans_read_blocks(const titans::BlockSizes* sizes, int64_t layers, int64_t item_size, void* const* tensors,
+                       const void* cos, const void* sin, const void* stream, void* streams, int64_t threads) {
   const auto run = [&](auto* as) {
     using T = std::remove_pointer_t<decltype(as)>;
-    titans::read_blocks<T>(*sizes, tensors, static_cast<const T*>(cos), static_cast<const T*>(sin),
+    titans::read_blocks<T>(*sizes, layers, tensors, static_cast<const T*>(cos), static_cast<const T*>(sin),
                            static_cast<const T*>(stream), static_cast<T*>(streams), threads);
   };
   try {

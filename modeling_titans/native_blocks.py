@@ -64,7 +64,7 @@ class Sizes(ctypes.Structure):
     """`titans::BlockSizes`."""
 
     _fields_ = [
-        *((name, ctypes.c_int64) for name in ("variant", "layers", "rows", "width", "intermediate", "persistent")),
+        *((name, ctypes.c_int64) for name in ("variant", "rows", "width", "intermediate", "persistent")),
         *((name, ctypes.c_int64) for name in ("heads", "dim", "hidden", "depth", "taps", "pending")),
         *((name, ctypes.c_int64) for name in ("dot", "sliding", "chunk_gates", "residual", "silu_gating", "closes")),
         *((name, ctypes.c_int64) for name in ("attention_heads", "key_value_heads", "head_dim", "kept", "kept_later")),
@@ -106,7 +106,7 @@ def read_blocks_natively(
     tensors = None if any(options) or not _are_plain(layers) else _given(layers, before)
     if tensors is None or not _are_usable(tensors, hidden_states.dtype):
         return read_blocks(layers, hidden_states, states, plan, *options)
-    library, sizes = native_library(SOURCE), _sizes(layers, hidden_states, before[0], plan.content)
+    library, sizes = native_library(SOURCE), _sizes(layers[0], hidden_states, before[0], plan.content)
     after = [_room_behind(state, sizes) for state in before]
     # Kept until the call is over: what is copied here belongs to nobody else.
     tensors = [
@@ -119,6 +119,7 @@ def read_blocks_natively(
     streams = hidden_states.new_empty(len(layers), *hidden_states.shape)
     failed = library.titans_read_blocks(
         ctypes.byref(sizes),
+        ctypes.c_int64(len(layers)),
         ctypes.c_int64(hidden_states.element_size()),
         ctypes.c_void_p(pointers.buffer_info()[0]),
         *(ctypes.c_void_p(t.data_ptr()) for t in (*cos_sin, hidden_states, streams)),
@@ -126,7 +127,7 @@ def read_blocks_natively(
     )
     if failed:
         raise MemoryError("decoding in C++ found no memory for its buffers")
-    after = [Sealed(_settled(state, plan.content, sizes)) for state in after]
+    after = [Sealed(_settled(state, plan.content, sizes), is_owned=True) for state in after]
     outputs = [TitansLayerOutput(x, state, None, None) for x, state in zip(streams.unbind(), after, strict=True)]
     return [hidden_states, *streams.unbind()], outputs
 
@@ -167,40 +168,45 @@ def _given(layers: nn.ModuleList, states: list[TitansLayerState]) -> list[list[t
 
 
 def _are_usable(tensors: list[list[torch.Tensor | None]], dtype: torch.dtype) -> bool:
-    """Whether C++ may take them as they lie: of one dtype, on a CPU, and nothing else behind them."""
+    """Whether C++ may take them as they lie: plain ones of one dtype on a CPU, of the same shapes in all blocks."""
     kinds = {(type(t), t.dtype, t.is_cpu) for given in tensors for t in given if t is not None}
-    return kinds <= {(nn.Parameter, dtype, True), (torch.Tensor, dtype, True)}
+    if not kinds <= {(nn.Parameter, dtype, True), (torch.Tensor, dtype, True)}:
+        return False
+    shapes = [[None if t is None else t.shape for t in given] for given in tensors]
+    return all(own == shapes[0] for own in shapes)
 
 
-def _sizes(layers: nn.ModuleList, hidden_states: torch.Tensor, state: TitansLayerState, plan: LayerPlan) -> Sizes:
-    memory, config = state.memory.memory, layers[0].memory.config
-    rule, (rows, _, width) = RULES[config.memory_rule], hidden_states.shape
+def _sizes(layer: TitansDecoderLayer, hidden_states: torch.Tensor, state: TitansLayerState, plan: LayerPlan) -> Sizes:
+    memory, tail, persistent = state.memory.memory, state.memory.conv_tail, layer.persistent_tokens
+    _, heads, dim, hidden = memory.weights[0].shape
+    # Past transformers' way to look fields up, which would take longer than all else.
+    fields = vars(layer.memory.config)
+    rule = RULES[fields["memory_rule"]]
     sizes = Sizes(
-        variant=VARIANTS.index(config.variant),
-        layers=len(layers),
-        rows=rows,
-        width=width,
-        intermediate=layers[0].mlp.gate_proj.out_features,
-        persistent=config.num_persistent_tokens,
-        heads=config.memory_num_heads,
-        dim=config.memory_head_dim,
-        hidden=config.memory_expansion * config.memory_head_dim,
-        depth=config.memory_depth,
-        taps=max(config.memory_conv_kernel_size, 1),
+        variant=VARIANTS.index(layer.variant),
+        rows=hidden_states.shape[0],
+        width=hidden_states.shape[2],
+        intermediate=layer.mlp.gate_proj.weight.shape[0],
+        persistent=0 if persistent is None else persistent.weight.shape[0],
+        heads=heads,
+        dim=dim,
+        hidden=hidden,
+        depth=len(memory.weights),
+        taps=1 if tail is None else tail.shape[1] + 1,
         pending=memory.count,
         dot=rule.dot,
         sliding=rule.sliding,
-        chunk_gates=config.memory_gate_granularity == "chunk",
-        residual=config.memory_residual,
-        silu_gating=config.memory_gating == "silu",
-        closes=memory.count + 1 == config.memory_chunk_size,
-        rms_eps=config.rms_norm_eps,
+        chunk_gates=fields["memory_gate_granularity"] == "chunk",
+        residual=fields["memory_residual"],
+        silu_gating=fields["memory_gating"] == "silu",
+        closes=memory.count + 1 == _layout(plan).chunk_size,
+        rms_eps=fields["rms_norm_eps"],
         norm_eps=1e-6,
-        max_lr=config.memory_max_lr,
-        max_forget=config.memory_max_forget,
+        max_lr=fields["memory_max_lr"],
+        max_forget=fields["memory_max_forget"],
     )
     if state.attention is not None:
-        attention = layers[0].self_attn
+        attention = layer.self_attn
         layout = plan.attention if plan.segments is None else plan.segments.pieces[0].attention
         sizes.attention_heads, sizes.key_value_heads = attention.num_heads, attention.num_key_value_heads
         sizes.head_dim, sizes.scaling = attention.head_dim, attention.scaling

@@ -93,5 +93,7 @@ def _build(command: list[str], library: Path) -> None:
         built = Path(folder) / library.name
         run = subprocess.run([*command, "-o", str(built)], capture_output=True, text=True)
         if run.returncode:
-            raise RuntimeError(f"compiling {library.name} failed: {shlex.join(command)}\n{run.stderr[-4000:]}")
+            raise RuntimeError(
+                f"compiling {Path(command[-1]).name} failed: {shlex.join(command)}\n{run.stderr[-4000:]}"
+            )
         built.replace(library)

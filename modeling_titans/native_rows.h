@@ -3,6 +3,8 @@
 // What single tokens need: their features lie beside each other, at any address and of any number.
 #pragma once
 
+#include <array>
+
 #include "native_arena.h"
 #include "native_vectors.h"
 
@@ -88,16 +90,19 @@ inline Vec<T> totals_of(Vec<T> (&x)[kLanes<T>]) {
   return x[0];
 }
 
-// A row a times M rows of x, n numbers each, not added up yet. One row at a time is what a processor foresees best; sums
-// in several parts keep it from waiting for the last one.
-template <class T, int M>
-inline void dot_row(const T* a, Rows<const T> x, long n, Vec<T> (&sums)[M]) {
-  constexpr int parts = M == 1 ? 4 : 2, step = kLanes<T>;
-  Vec<T> sum[parts][M] = {};
+// N rows of a times M rows of x, n numbers each, not added up yet. For a single x one row at a time: the order that a
+// processor foresees best, and sums in several parts keep it from waiting for the last one.
+template <class T, int N, int M>
+inline void dot_tile(Rows<const T> a, Rows<const T> x, long n, Vec<T> (*sums)[M]) {
+  constexpr int parts = M == 1 ? 4 : 1, step = kLanes<T>;
+  Vec<T> sum[parts][N][M] = {};
   const auto add = [&](int part, long i, auto count) {
-    const Vec<T> left = load_some(a + i, count);
 #pragma GCC unroll 4
-    for (int m = 0; m < M; ++m) sum[part][m] += left * load_some(x[m] + i, count);
+    for (int j = 0; j < N; ++j) {
+      const Vec<T> left = load_some(a[j] + i, count);
+#pragma GCC unroll 8
+      for (int m = 0; m < M; ++m) sum[part][j][m] += left * load_some(x[m] + i, count);
+    }
   };
   constexpr std::integral_constant<long, step> whole;
   long i = 0;
@@ -108,9 +113,12 @@ inline void dot_row(const T* a, Rows<const T> x, long n, Vec<T> (&sums)[M]) {
   for (; i + step <= n; i += step) add(0, i, whole);
   if (i < n) add(0, i, n - i);
 #pragma GCC unroll 4
-  for (int m = 0; m < M; ++m) {
-    sums[m] = sum[0][m] + sum[1][m];
-    if constexpr (parts == 4) sums[m] += sum[2][m] + sum[3][m];
+  for (int j = 0; j < N; ++j) {
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m) {
+      sums[j][m] = sum[0][j][m];
+      for (int part = 1; part < parts; ++part) sums[j][m] += sum[part][j][m];
+    }
   }
 }
 
@@ -118,10 +126,14 @@ inline void dot_row(const T* a, Rows<const T> x, long n, Vec<T> (&sums)[M]) {
 template <class T, int M>
 inline void dot_lanes(Rows<const T> a, long number, Rows<const T> x, long n, Rows<T> y) {
   Vec<T> sums[kLanes<T>][M] = {};
-  for (long j = 0; j < number; ++j) dot_row<T, M>(a[j], x, n, sums[j]);
+  long j = 0;
+  if constexpr (M > 1) {
+    for (; j + 2 <= number; j += 2) dot_tile<T, 2, M>({a[j], a.stride}, x, n, sums + j);
+  }
+  for (; j < number; ++j) dot_tile<T, 1, M>({a[j], a.stride}, x, n, sums + j);
   for (int m = 0; m < M; ++m) {
     Vec<T> column[kLanes<T>];
-    for (int j = 0; j < kLanes<T>; ++j) column[j] = sums[j][m];
+    for (int i = 0; i < kLanes<T>; ++i) column[i] = sums[i][m];
     const Vec<T> totals = totals_of<T>(column);
     number == kLanes<T> ? store_anywhere(y[m], totals) : store_some(y[m], totals, number);
   }
@@ -131,16 +143,15 @@ inline void dot_lanes(Rows<const T> a, long number, Rows<const T> x, long n, Row
 // memory once: that is what takes the time.
 template <class T>
 void multiply_rows(Rows<const T> a, long begin, long end, Rows<const T> x, long number, long n, Rows<T> y) {
+  // Sums of two rows of a with so many of x fit 16 registers.
+  constexpr std::array tiles{&dot_lanes<T, 1>, &dot_lanes<T, 2>, &dot_lanes<T, 3>,
+                             &dot_lanes<T, 4>, &dot_lanes<T, 5>, &dot_lanes<T, 6>};
   for (long j = begin; j < end; j += kLanes<T>) {
-    const Rows<const T> left{a[j], a.stride};
     const long lanes = std::min<long>(end - j, kLanes<T>);
-    long m = 0;
-    const auto right = [&] { return Rows<const T>{x[m], x.stride}; };
-    const auto result = [&] { return Rows<T>{y[m] + j, y.stride}; };
-    for (; m + 4 <= number; m += 4) dot_lanes<T, 4>(left, lanes, right(), n, result());
-    if (number - m == 3) dot_lanes<T, 3>(left, lanes, right(), n, result());
-    if (number - m == 2) dot_lanes<T, 2>(left, lanes, right(), n, result());
-    if (number - m == 1) dot_lanes<T, 1>(left, lanes, right(), n, result());
+    for (long m = 0, some; m < number; m += some) {
+      some = std::min<long>(number - m, tiles.size());
+      tiles[some - 1]({a[j], a.stride}, lanes, {x[m], x.stride}, n, {y[m] + j, y.stride});
+    }
   }
 }
 
@@ -150,9 +161,14 @@ void add_combination(const T* x, Rows<const T> a, long rows, long n, T* y) {
   long i = 0;
   for (; i + 4 <= rows; i += 4, a.first += 4 * a.stride) {
     const T x0 = x[i], x1 = x[i + 1], x2 = x[i + 2], x3 = x[i + 3];
-    map(n, y, [=](Vec<T> sum, Vec<T> a0, Vec<T> a1, Vec<T> a2, Vec<T> a3) {
-      return sum + (x0 * a0 + x1 * a1) + (x2 * a2 + x3 * a3);
-    }, y, a[0], a[1], a[2], a[3]);
+    each_vector<T>(n, [&](long j, auto count) {
+      // The next rows often begin a page, which no processor foresees.
+#pragma GCC unroll 4
+      for (int row = 4; row < 8; ++row) __builtin_prefetch(a[row] + j);
+      const Vec<T> first = x0 * load_some(a[0] + j, count) + x1 * load_some(a[1] + j, count);
+      const Vec<T> second = x2 * load_some(a[2] + j, count) + x3 * load_some(a[3] + j, count);
+      store_some(y + j, load_some(y + j, count) + first + second, count);
+    });
   }
   for (; i < rows; ++i, a.first += a.stride) {
     const T factor = x[i];

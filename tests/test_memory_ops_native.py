@@ -25,7 +25,7 @@ from titans_testing import (
 )
 from transformers_titans import memory_ops_native, native_library
 from transformers_titans.chunk_scan import ScanInputs, ScanOptions, chunk_scan
-from transformers_titans.memory_ops_native import native_scan
+from transformers_titans.memory_ops_native import SOURCE, native_scan
 from triton_testing import Guards, map_inputs, scan_inputs, scan_options
 
 
@@ -149,8 +149,8 @@ def test_operands_rounded_to_bfloat16(sizes):
 def test_rounding_is_the_same_without_a_processor_that_multiplies_pairs(sizes, monkeypatch):
     inputs, options = with_products(scan_inputs(**sizes, forget_to=True))
     expected = scan_and_gradients(native_scan, inputs, options)
-    library = native_library.native_library("TITANS_NO_BFLOAT16")
-    monkeypatch.setattr(memory_ops_native, "native_library", lambda: library)
+    library = native_library.native_library(SOURCE, "TITANS_NO_BFLOAT16")
+    monkeypatch.setattr(memory_ops_native, "native_library", lambda source: library)
     actual = scan_and_gradients(native_scan, inputs, options)
     for name, tensor in expected.items():
         # A sum in another order now and then lands on the other side of a border between two bfloat16.
@@ -169,13 +169,13 @@ GUARDED = [
 @pytest.mark.parametrize("sizes", GUARDED)
 def test_nothing_is_read_before_it_is_written_or_beside_what_was_given(sizes, products, monkeypatch, nan_filled_empty):
     """Tensors lie in guards of NaN, and so do results; the library's own buffers are NaN at first."""
-    library, guards = native_library.native_library("TITANS_POISON"), Guards()
+    library, guards = native_library.native_library(SOURCE, "TITANS_POISON"), Guards()
     inputs = map_inputs(
         torch.Tensor.float, on_cpu(scan_inputs(N=3, G=3, **sizes, forget_to=True, full=True, restart=True))
     )
     options = scan_options(inputs)._replace(products=products)
     expected = scan_and_gradients(native_scan, inputs, options)
-    monkeypatch.setattr(memory_ops_native, "native_library", lambda: library)
+    monkeypatch.setattr(memory_ops_native, "native_library", lambda source: library)
     monkeypatch.setattr(torch, "empty_like", lambda t, **_: guards(torch.full(t.shape, torch.nan)))
     actual = scan_and_gradients(native_scan, inputs, options, copy=guards)
     guards.check()
@@ -271,24 +271,23 @@ def fresh_library(monkeypatch, tmp_path):
 def test_a_compiler_that_is_named_and_missing(fresh_library, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler -O1")
     with pytest.raises(ImportError, match=r"\$CXX, 'no-such-compiler', is not on PATH"):
-        fresh_library()
+        fresh_library(SOURCE)
 
 
 def test_a_compiler_that_fails(fresh_library, monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", "false")
-    with pytest.raises(RuntimeError, match=r"compiling the native memory op failed: false -O3"):
-        fresh_library()
+    with pytest.raises(RuntimeError, match=r"compiling memory_ops_native.cpp failed: false -O3"):
+        fresh_library(SOURCE)
     assert not list(tmp_path.rglob("*.so"))
 
 
 def test_remote_code_without_the_sources(fresh_library, monkeypatch):
     """A checkpoint carries Python files alone."""
-    monkeypatch.setattr(native_library, "SOURCE", "absent.cpp")
     with pytest.raises(ImportError, match="install the package transformers-titans"):
-        fresh_library()
+        fresh_library("absent.cpp")
 
 
 def test_a_library_that_is_kept_is_not_built_again(monkeypatch):
-    kept = native_library.native_library()
+    kept = native_library.native_library(SOURCE)
     monkeypatch.setattr(native_library, "_build", lambda *_: pytest.fail("built again"))
-    assert native_library.native_library.__wrapped__()._name == kept._name
+    assert native_library.native_library.__wrapped__(SOURCE)._name == kept._name
