@@ -108,10 +108,10 @@ class TitansConfig(PreTrainedConfig):
         memory_backend (`str`, *optional*, defaults to `"auto"`):
             What computes the memory: `"triton"` (fused kernels), `"chunked"` (PyTorch), `"compiled"` (the same, each
             span of chunks through `torch.compile`: for long training on a CPU), `"native"` (the same in C++ on a CPU,
-            faster; compiled on first use, which needs a C++ compiler and the installed package), `"recurrent"` (token
-            by token, to check the others); `"auto"` is `"triton"` on a GPU where it takes the sizes and is installed,
-            else `"chunked"`. One asked for by name is never replaced by another. `"triton"` and `"native"` do not
-            read `memory_caching="soup"`.
+            faster, and whole blocks at decoded tokens; compiled on first use, which needs a C++ compiler and the
+            installed package), `"recurrent"` (token by token, to check the others); `"auto"` is `"triton"` on a GPU
+            where it takes the sizes and is installed, else `"chunked"`. One asked for by name is never replaced by
+            another. `"triton"` and `"native"` do not read `memory_caching="soup"`.
         memory_residual (`bool`, *optional*, defaults to `True`):
             Whether the memory network adds its input to its output.
         memory_norm (`bool`, *optional*, defaults to `True`):

@@ -9,7 +9,7 @@ loss at 2,048 tokens) with its peak memory, and cached decoding of 128 tokens be
 `timing.py` says how, `peers.py` how the peer is set up. Nothing is timed unless
 
 - our loss and every gradient agree with the token-by-token form in float64, and so do those of float32 and of bfloat16
-  products, within their precision, and our cached logits are the uncached ones, those of the compiled and of the native form too;
+  products, within their precision, and our cached logits are the uncached ones, also in the compiled and native form;
 - the peer's loss and gradients are finite, its last logits depend on the first segment, and its cached logits are the
   uncached ones.
 

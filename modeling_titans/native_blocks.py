@@ -107,7 +107,7 @@ def read_blocks_natively(
     if tensors is None or not _are_usable(tensors, hidden_states.dtype):
         return read_blocks(layers, hidden_states, states, plan, *options)
     library, sizes = native_library(SOURCE), _sizes(layers[0], hidden_states, before[0], plan.content)
-    after = [_room_behind(state, sizes) for state in before]
+    after = _room_behind(before, sizes)
     # Kept until the call is over: what is copied here belongs to nobody else.
     tensors = [
         t if t is None or t.is_contiguous() else t.contiguous()
@@ -128,8 +128,9 @@ def read_blocks_natively(
     if failed:
         raise MemoryError("decoding in C++ found no memory for its buffers")
     after = [Sealed(_settled(state, plan.content, sizes), is_owned=True) for state in after]
-    outputs = [TitansLayerOutput(x, state, None, None) for x, state in zip(streams.unbind(), after, strict=True)]
-    return [hidden_states, *streams.unbind()], outputs
+    streams = streams.unbind()
+    outputs = [TitansLayerOutput(x, state, None, None) for x, state in zip(streams, after, strict=True)]
+    return [hidden_states, *streams], outputs
 
 
 def _layout(plan: LayerPlan) -> TokenLayout:
@@ -265,36 +266,49 @@ def _tensors(state: TitansLayerState) -> list[torch.Tensor | None]:
     return tensors + ([None] * (len(memory.weights) + 1) if segment is None else [*segment[0], segment.conv_tail])
 
 
-def _room_behind(state: TitansLayerState, sizes: Sizes) -> TitansLayerState:
-    """The state behind the call, without its numbers. What the call leaves as it is, is there already."""
+def _room_behind(states: list[TitansLayerState], sizes: Sizes) -> list[TitansLayerState]:
+    """The states behind the call, without their numbers. What the call leaves as it is, is there already.
 
-    def longer(t: torch.Tensor, dim: int) -> torch.Tensor:
-        shape = list(t.shape)
-        shape[dim] += 1
-        return t.new_empty(shape)
+    A tensor of all blocks is one allocation: they are made and given up together, at each token.
+    """
+    memory, tail, attention, segment = states[0].memory.memory, states[0].memory.conv_tail, *states[0][1:]
+    shape = () if attention is None else (*attention.keys.shape[:2], sizes.kept_later, sizes.head_dim)
+    kept = [None] * 4 if attention is None else attention[:4]
+    tails = [tail, None if segment is None else segment.conv_tail]
+    columns = [
+        *(_room(t, len(states), _longer(t, 1)) for t in memory.pending),
+        *(_room(t, len(states), _longer(t, 2)) for t in (*memory.chunk.inputs, *memory.chunk.errors)),
+        _room(memory.chunk.kept, len(states), memory.chunk.kept.shape),
+        *(_room(t, len(states), _longer(t, 2)) for t in memory.chunk[3:]),
+        *(_room(t, len(states), shape) for t in kept),
+        *(_room(t, len(states), () if t is None else t.shape) for t in tails),
+    ]
+    return [_state_in(state, room, sizes) for state, *room in zip(states, *columns, strict=True)]
 
-    memory, tail = state.memory.memory, state.memory.conv_tail
-    chunk, weights, momentum = memory.chunk, memory.weights, memory.momentum
+
+def _longer(t: torch.Tensor, dim: int) -> list[int]:
+    shape = list(t.shape)
+    shape[dim] += 1
+    return shape
+
+
+def _room(t: torch.Tensor | None, number: int, shape: Sequence[int]) -> Sequence[torch.Tensor | None]:
+    return [None] * number if t is None else t.new_empty(number, *shape).unbind()
+
+
+def _state_in(state: TitansLayerState, room: list[torch.Tensor | None], sizes: Sizes) -> TitansLayerState:
+    """A block's state behind the call in the room that is made for it."""
+    memory, attention, segment = state.memory.memory, state.attention, state.segment
+    weights, momentum = memory.weights, memory.momentum
     if sizes.closes:
         weights, momentum = (tuple(map(torch.empty_like, group)) for group in (weights, momentum))
-    chunk = OpenChunk(
-        tuple([longer(t, 2) for t in chunk.inputs]),
-        tuple([longer(t, 2) for t in chunk.errors]),
-        torch.empty_like(chunk.kept),
-        longer(chunk.mixed, 2),
-        longer(chunk.past, 2),
-    )
-    pending = PendingTokens(*[longer(t, 1) for t in memory.pending])
-    memory = MemoryState(weights, momentum, pending, memory.count + 1, chunk)
-    attention, segment = state.attention, state.segment
+    depth, (*kept, tail, segment_tail) = len(weights), room[-6:]
+    chunk = OpenChunk(tuple(room[5 : 4 + depth]), tuple(room[4 + depth : 4 + 2 * depth]), *room[4 + 2 * depth : -6])
+    memory = MemoryState(weights, momentum, PendingTokens(*room[:5]), memory.count + 1, chunk)
     if attention is not None:
-        shape = (*attention.keys.shape[:2], sizes.kept_later, sizes.head_dim)
-        attention = AttentionState(
-            *[None if t is None else t.new_empty(shape) for t in attention[:4]], sizes.kept_later
-        )
-    if segment is not None and segment.conv_tail is not None:
-        segment = segment._replace(conv_tail=torch.empty_like(segment.conv_tail))
-    tail = None if tail is None else torch.empty_like(tail)
+        attention = AttentionState(*kept, sizes.kept_later)
+    if segment is not None:
+        segment = segment._replace(conv_tail=segment_tail)
     return TitansLayerState(NeuralMemoryState(memory, tail), attention, segment)
 
 
