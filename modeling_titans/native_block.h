@@ -168,7 +168,7 @@ class Member {
   void copy_rows(const T* from, long n, T* to, long to_stride) const {
     const Share part = team_.share(index_, n);
     for (long row = 0; row < s.rows; ++row) {
-      std::memcpy(to + row * to_stride + part.begin, from + row * n + part.begin, (part.end - part.begin) * sizeof(T));
+      std::copy_n(from + row * n + part.begin, part.end - part.begin, to + row * to_stride + part.begin);
     }
   }
 

@@ -54,7 +54,7 @@ class BlockAttention {
     Kept keys[2], values[2];
     for (int i = 0; i < 1 + retrieves; ++i) {
       T *key = shared.keys + (i * s.rows + row) * width + at, *value = shared.values + (i * s.rows + row) * width + at;
-      std::memcpy(own.query, key, s.head_dim * sizeof(T));
+      std::copy_n(key, s.head_dim, own.query);
       rotate(own.query, row, key);
       keys[i] = keep(i ? before.retrieved_keys : before.keys, i ? after.retrieved_keys : after.keys, key);
       values[i] = keep(i ? before.retrieved_values : before.values, i ? after.retrieved_values : after.values, value);
@@ -73,8 +73,8 @@ class BlockAttention {
   void move_on(Rows<const T> kept, const T* newest, T* next) const {
     if (!s.kept_later) return;
     const long stay = s.kept_later - 1;
-    std::memcpy(next, kept[s.kept - stay], stay * s.head_dim * sizeof(T));
-    std::memcpy(next + stay * s.head_dim, newest, s.head_dim * sizeof(T));
+    std::copy_n(kept[s.kept - stay], stay * s.head_dim, next);
+    std::copy_n(newest, s.head_dim, next + stay * s.head_dim);
   }
 
   void rotate(const T* x, long row, T* y) const {

@@ -101,7 +101,7 @@ class BlockMemory {
       for (long j = 0; j < reach; ++j) sum += old[j][c] * taps[j];
       y[c] = sum;
     }
-    for (long j = 0; j < reach; ++j) std::memcpy(next[j], j + 1 < reach ? old[j + 1] : x, s.dim * sizeof(T));
+    for (long j = 0; j < reach; ++j) std::copy_n(j + 1 < reach ? old[j + 1] : x, s.dim, next[j]);
     map(s.dim, y, silu<T>, y);
   }
 
@@ -125,8 +125,8 @@ class BlockMemory {
   // Puts the token into the open chunk, behind those that have been copied: its key, value and gates, its factors, and
   // the coefficients.
   void write(long row, long head) const {
-    std::memcpy(tokens_of(after.k, row, head, s.dim)[s.pending], own.k, s.dim * sizeof(T));
-    std::memcpy(tokens_of(after.v, row, head, s.dim)[s.pending], own.v, s.dim * sizeof(T));
+    std::copy_n(own.k, s.dim, tokens_of(after.k, row, head, s.dim)[s.pending]);
+    std::copy_n(own.v, s.dim, tokens_of(after.v, row, head, s.dim)[s.pending]);
     T gates[] = {gate(0, row, head), gate(1, row, head), gate(2, row, head)};
     T* const nexts[] = {after.theta, after.alpha, after.eta};
     for (int i = 0; i < 3; ++i) *tokens_of(nexts[i], row, head, 1)[s.pending] = gates[i];
@@ -140,7 +140,7 @@ class BlockMemory {
   void write_factors(long row, long head) const {
     const long g = unit(row, head), P = s.pending, last = s.depth - 1;
     const auto copy_old = [&](const T* old, Rows<T> next) {
-      std::memcpy(next.first, old + g * P * next.stride, P * next.stride * sizeof(T));
+      std::copy_n(old + g * P * next.stride, P * next.stride, next.first);
     };
     const T* a = own.k;
     for (long l = 0; l < last; ++l) {
@@ -253,7 +253,7 @@ class BlockMemory {
     if (w.norm_weight) {
       map(s.dim, y, [](Vec<T> a, Vec<T> b, Vec<T> c) { return a * b + c; }, f, weight, bias);
     } else {
-      std::memcpy(y, f, s.dim * sizeof(T));
+      std::copy_n(f, s.dim, y);
     }
     if (s.residual) map(s.dim, y, [](Vec<T> a, Vec<T> b) { return a + b; }, y, x);
   }

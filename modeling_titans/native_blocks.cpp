@@ -44,7 +44,7 @@ class BlockReader {
   void remember_alone() {
     member_.norm(own.stream, w.input_norm, s.rows, own.tokens);
     memory_.remember(own.tokens);
-    std::memcpy(own.mixed, shared.remembered, size() * sizeof(T));
+    std::copy_n(shared.remembered, size(), own.mixed);
   }
 
   void remember_and_attend() {
@@ -110,10 +110,10 @@ void read_blocks(const BlockSizes& s, long layers, void* const* tensors, const T
     Cutter own_cutter(own + index * own_size.used());
     Member<T> member(s, team, index, shared, own_cutter);
     const long size = s.rows * s.width;
-    std::memcpy(member.own.stream, stream, size * sizeof(T));
+    std::copy_n(stream, size, member.own.stream);
     for (long l = 0; l < layers; ++l) {
       BlockReader<T>(member, blocks[l], cos, sin).read();
-      if (member.is_first()) std::memcpy(streams + l * size, member.own.stream, size * sizeof(T));
+      if (member.is_first()) std::copy_n(member.own.stream, size, streams + l * size);
     }
   });
   arenas().put(std::move(arena));
