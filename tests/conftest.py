@@ -7,7 +7,6 @@ Where there is no GPU, Triton kernels are interpreted.
 
 import os
 import random
-from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
@@ -42,34 +41,14 @@ def one_thread():
 
 
 @pytest.fixture(scope="session", autouse=True)
-def quick_interpreter():
-    """Triton's interpreter without what takes it two thirds of its time and changes nothing.
-
-    It computes whether integers overflow and, unless it debugs, does not look at the answer. And it replaces all of
-    `triton.language` anew at each call of a function in a kernel; here once a launch for each module of functions.
-    """
+def quick_kernels():
+    """Where kernels are interpreted, no slower than that takes."""
     if os.environ.get("TRITON_INTERPRET") != "1" or find_spec("triton") is None:
         yield
         return
-    from triton.runtime import interpreter
+    from quick_interpreter import quick_interpreter
 
-    patch, patched = interpreter._patch_lang, set()
-
-    def patch_once(function):
-        module = id(function.__globals__)
-        if module in patched:
-            return None
-        scope = patch(function)
-        patched.add(module)
-        undo = scope.restore
-        # Called behind a launch alone, for what was replaced before it.
-        scope.restore = lambda: (patched.clear(), undo())
-        return scope
-
-    builder = interpreter.interpreter_builder
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(interpreter, "_patch_lang", patch_once)
-        monkeypatch.setattr(builder, "options", replace(builder.options, sanitize_overflow=False))
+    with quick_interpreter():
         yield
 
 
@@ -83,6 +62,15 @@ def seeded():
     torch.set_default_dtype(dtype)
     torch.set_float32_matmul_precision(precision)
     torch.set_grad_enabled(True)
+
+
+@pytest.fixture
+def soon_long_calls(monkeypatch):
+    """A recording cache keeps a state 16 columns before the end of calls of more than 40, in place of 128 and 256."""
+    from transformers_titans import modeling_titans
+
+    monkeypatch.setattr(modeling_titans, "LONG_CALL", 40)
+    monkeypatch.setattr(modeling_titans, "ROLLBACK", 16)
 
 
 @pytest.fixture

@@ -18,17 +18,18 @@ from transformers_titans.triton_configs import CONFIGS  # noqa: E402
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 # A bare machine has torch and triton; whatever needs more must not be imported.
 BARE = "import sys; sys.modules.update(transformers=None, tqdm=None, safetensors=None, huggingface_hub=None)\n"
+QUICK = "from quick_interpreter import quick_interpreter; context = quick_interpreter(); context.__enter__()\n"
 
 
 def run_python(code: str, **environment: str) -> subprocess.CompletedProcess:
-    path = os.pathsep.join([str(BENCHMARKS), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(BENCHMARKS), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environment}
     return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
 
 
 def printed(code: str):
     """What ``code`` prints last, as JSON, on a bare machine that interprets kernels."""
-    done = run_python(BARE + code, TRITON_INTERPRET="1")
+    done = run_python(BARE + QUICK + code, TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
