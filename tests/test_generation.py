@@ -162,7 +162,7 @@ def test_num_return_sequences_draws_different_rows(model):
 
 @pytest.mark.parametrize(
     ("variant", "pad"),
-    [("lmm", 0), ("lmm", 2), ("mal", 2), ("mag", 2), ("mac", 2)],
+    [("lmm", 0), *((variant, 2) for variant in EVERY_VARIANT)],
     ids=lambda value: {0: "pad", 2: "pad_is_eos"}.get(value, value),
 )
 def test_left_padded_rows_equal_rows_alone(variant, pad):
@@ -213,7 +213,9 @@ def test_streamer_gets_the_prompt_and_each_token(model):
 
 
 @pytest.mark.parametrize("rows, first", [(2, 1), (1, CHUNK), (2, 10)])
-def test_continuing_with_the_returned_cache(rows, first, model):
+@every_variant
+def test_continuing_with_the_returned_cache(variant, rows, first):
+    model = variant_model(variant)
     ids, turn = random_ids(rows, 7), random_ids(rows, 15, seed=4)
     output = model.generate(ids, max_new_tokens=first, return_dict_in_generate=True, **ENDLESS)
     assert isinstance(output.cache, TitansCache)
