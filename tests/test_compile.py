@@ -195,7 +195,7 @@ def test_model_decodes_with_a_cache(compiler):
         assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
 
 
-@pytest.mark.parametrize(("variant", "padded"), [*((name, False) for name in VARIANTS), ("mac", True)])
+@pytest.mark.parametrize(("variant", "padded"), [("lmm", False), ("mal", True), ("mag", False), ("mac", True)])
 def test_compiled_call_decodes_over_ends_of_chunks(tracer, variant, padded):
     """What generate() decodes with where it is given a compile_config: tokens that close a chunk are not compiled."""
     fields = {"memory_chunk_size": 8, "segment_length": 16, "sliding_window": 20}
@@ -218,22 +218,22 @@ def compile_config(compiler, **fields) -> CompileConfig:
     return CompileConfig(fullgraph=True, backend=lambda graph, inputs: compiler(graph, inputs), **fields)
 
 
-def test_generate_decodes_compiled_where_it_is_asked_to(compiler):
+def test_generate_decodes_compiled_where_it_is_asked_to(tracer):
     model = tiny_model(dtype=F64, **(VARIANTS["mac"] | {"memory_chunk_size": 8, "segment_length": 8})).eval()
     prompt, options = random_ids(2, 9), {"max_new_tokens": 9, "do_sample": False}
     expected = model.generate(prompt, **options)
-    config = compile_config(compiler)
+    config = compile_config(tracer)
     assert torch.equal(model.generate(prompt, compile_config=config, **options), expected)
-    count = compiler.frame_count
+    count = tracer.frame_count
     assert count >= 1
     model.generate(prompt, compile_config=config, **options)
-    assert compiler.frame_count == count, "a second text is decoded with the graphs of the first"
+    assert tracer.frame_count == count, "a second text is decoded with the graphs of the first"
     torch._dynamo.reset()
     for refused in ({"compile_config": config, "disable_compile": True}, {}):
         model.generate(prompt, **refused, **options)
     model.hf_device_map = {"model.layers.0": 0, "lm_head": "cpu"}
     model.generate(prompt, compile_config=config, **options)
-    assert compiler.frame_count == count
+    assert tracer.frame_count == count
 
 
 def test_compiled_call_leaves_all_else_to_eager_mode(compiler):
@@ -292,12 +292,12 @@ def test_padded_rows_with_memory_caching_may_break_the_graph_but_change_no_numbe
     assert_close("logits", actual[MASK.bool()], expected[MASK.bool()], TOLERANCE[F64])
 
 
-def test_model_makes_a_cache_in_a_padded_call(compiler):
+def test_model_makes_a_cache_in_a_padded_call(tracer):
     model = tiny_model(dtype=F64, **VARIANTS["lmm"])
     ids, later = random_ids(2, 7), random_ids(2, 5, seed=1)
     with torch.no_grad():
         expected = model(ids, attention_mask=MASK, use_cache=True)
-        actual = compiled(model, compiler)(ids, attention_mask=MASK, use_cache=True)
+        actual = compiled(model, tracer)(ids, attention_mask=MASK, use_cache=True)
     assert_close("logits", actual.logits, expected.logits, TOLERANCE[F64])
     rest = logits_of(model, later, cache=expected.cache)
     assert_close("later", logits_of(model, later, cache=actual.cache), rest, TOLERANCE[F64])
@@ -308,7 +308,7 @@ def test_documents_may_break_the_graph_but_change_no_number():
     model = tiny_model(dtype=F64, **VARIANTS["lmm"])
     ids, positions = random_ids(1, 5), torch.tensor([[0, 1, 2, 0, 1]])
     expected = logits_of(model, ids, position_ids=positions, use_cache=False)
-    actual = logits_of(torch.compile(model, backend="aot_eager"), ids, position_ids=positions, use_cache=False)
+    actual = logits_of(torch.compile(model, backend="eager"), ids, position_ids=positions, use_cache=False)
     assert_close("logits", actual, expected, TOLERANCE[F64])
 
 
