@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the tests of memory caching share: its cases, small layers, and how a layer is held against the oracle."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -102,29 +103,30 @@ def assert_equals_oracle(
     layer,
     hidden_states: torch.Tensor,
     *,
-    sizes=None,
+    calls: Sequence = (None,),
     mask: torch.Tensor | None = None,
     prefix: torch.Tensor | None = None,
     ratio: float = TOLERANCE[F64],
 ) -> None:
     """Outputs, and the gradients of parameters, inputs and prefix, against each row's real tokens through the oracle.
 
-    ``sizes``: of the calls in which the layer gets the tokens; None: one call.
+    ``calls``: one or several ways to give the layer the tokens, each the sizes of its calls; None: one call.
     """
     hidden_states = hidden_states.clone().requires_grad_()
     leaves = {"hidden_states": hidden_states}
     if prefix is not None:
         leaves["prefix"] = prefix = prefix.clone().requires_grad_()
-    actual = feed(layer, hidden_states, sizes or hidden_states.shape[1], mask, prefix)
     real = torch.ones(hidden_states.shape[:2], dtype=torch.bool) if mask is None else mask.bool()
     rows = [(row, one) for row, one in enumerate(real) if one.any()]
     expected = {row: oracle_layer(layer, hidden_states[row, one], prefix) for row, one in rows}
-    for row, one in rows:
-        assert_close(f"row {row}", actual[row, one], expected[row], ratio)
-    assert not actual[~real].any()
-    weights = weights_of(actual.shape)
+    weights = weights_of(hidden_states.shape)
     loss = sum((weights[row, one] * expected[row]).sum() for row, one in rows)
     reference = gradients_of(layer, loss, **leaves)
-    gradients = gradients_of(layer, (weights * actual)[real].sum(), **leaves)
-    for name, gradient in reference.items():
-        assert_close(f"gradient of {name}", gradients[name], gradient, ratio)
+    for sizes in calls:
+        actual = feed(layer, hidden_states, sizes or hidden_states.shape[1], mask, prefix)
+        for row, one in rows:
+            assert_close(f"{sizes}, row {row}", actual[row, one], expected[row], ratio)
+        assert not actual[~real].any()
+        gradients = gradients_of(layer, (weights * actual)[real].sum(), **leaves)
+        for name, gradient in reference.items():
+            assert_close(f"{sizes}, gradient of {name}", gradients[name], gradient, ratio)

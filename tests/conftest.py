@@ -7,6 +7,7 @@ Where there is no GPU, Triton kernels are interpreted.
 
 import os
 import random
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -39,6 +40,18 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def quick_kernels():
+    """Where kernels are interpreted, no slower than that takes."""
+    if os.environ.get("TRITON_INTERPRET") != "1" or find_spec("triton") is None:
+        yield
+        return
+    from quick_interpreter import quick_interpreter
+
+    with quick_interpreter():
+        yield
+
+
 @pytest.fixture(autouse=True)
 def seeded():
     """One seed per test, and no test leaves its default dtype, precision or gradient mode to the next one."""
@@ -49,6 +62,15 @@ def seeded():
     torch.set_default_dtype(dtype)
     torch.set_float32_matmul_precision(precision)
     torch.set_grad_enabled(True)
+
+
+@pytest.fixture
+def soon_long_calls(monkeypatch):
+    """A recording cache keeps a state 16 columns before the end of calls of more than 40, in place of 128 and 256."""
+    from transformers_titans import modeling_titans
+
+    monkeypatch.setattr(modeling_titans, "LONG_CALL", 40)
+    monkeypatch.setattr(modeling_titans, "ROLLBACK", 16)
 
 
 @pytest.fixture

@@ -163,29 +163,29 @@ def test_impossible_crop_is_refused(number):
 
 
 @every_variant
-def test_crop_of_a_long_call_starts_from_a_state_near_its_end(variant):
+def test_crop_of_a_long_call_starts_from_a_state_near_its_end(variant, soon_long_calls):
     model = variant_model(variant, dtype=F64, memory_max_lr=0.01, memory_max_forget=0.001)
-    ids, later = random_ids(1, 600), LATER[:1]
-    for removed in (1, 128, 129, 500, 600):
+    ids, later = random_ids(1, 75), LATER[:1]
+    for removed in (1, 16, 17, 60, 75):
         cache = TitansCache(model.config)
         cache.activate_past_recording()
         whole = logits_of(model, ids, cache=cache)
-        assert whole.shape == (1, 600, 64)
+        assert whole.shape == (1, 75, 64) and cache.layers[0].marks[-1][0] == 75 - 16
         cache.crop(-removed)
         fresh = TitansCache(model.config)
-        if removed < 600:
-            prefix = logits_of(model, ids[:, : 600 - removed], cache=fresh)
-            assert_close("prefix", whole[:, : 600 - removed], prefix, 1e-9)
+        if removed < 75:
+            prefix = logits_of(model, ids[:, : 75 - removed], cache=fresh)
+            assert_close("prefix", whole[:, : 75 - removed], prefix, 1e-9)
         expected = logits_of(model, later, cache=fresh)
         assert_close(f"removed {removed}", logits_of(model, later, cache=cache), expected, 1e-9)
 
 
 @every_variant
-def test_long_recorded_call_returns_all_that_a_short_one_does(variant):
+def test_long_recorded_call_returns_all_that_a_short_one_does(variant, soon_long_calls):
     model = variant_model(variant, dtype=F64, memory_max_lr=0.01, memory_max_forget=0.001)
-    ids = random_ids(1, 700)
+    ids = random_ids(1, 75)
     mask = torch.ones_like(ids)
-    mask[:, 600:640] = 0
+    mask[:, 61:66] = 0
     wanted = {"attention_mask": mask, "output_surprise": True, "output_hidden_states": True}
     with torch.no_grad():
         expected = model(ids, use_cache=False, **wanted)

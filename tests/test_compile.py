@@ -66,6 +66,12 @@ def compiler():
     return CompileCounterWithBackend("aot_eager")
 
 
+@pytest.fixture
+def tracer():
+    """A compiler that runs a graph as it was traced: for the number of graphs and what they were traced from."""
+    return CompileCounterWithBackend("eager")
+
+
 def compiled(function, compiler):
     return torch.compile(function, fullgraph=True, backend=compiler)
 
@@ -118,23 +124,23 @@ def test_layer_trains(compiler):
 
 
 @pytest.mark.parametrize("counts", ["int", "tensor"])
-def test_layer_decodes_with_few_compilations(compiler, counts):
-    """300 tokens over 18 ends of chunks; a count that is an int is a length, of which some are compiled apart."""
+def test_layer_decodes_with_few_compilations(tracer, counts):
+    """100 tokens over 6 ends of chunks; a count that is an int is a length, of which some are compiled apart."""
     layer = memory_layer(memory_depth=1, memory_chunk_size=16, memory_max_lr=0.02, memory_max_forget=0.002).eval()
-    step, hidden_states = compiled(layer, compiler), torch.randn(2, 300, 32, dtype=F64)
+    step, hidden_states = compiled(layer, tracer), torch.randn(2, 100, 32, dtype=F64)
     mask = None
     if counts == "tensor":
-        mask = torch.ones(2, 300)
+        mask = torch.ones(2, 100)
         mask[1, 0] = 0
     with torch.no_grad():
         expected = layer(hidden_states, attention_mask=mask).hidden_states
         state = layer(hidden_states[:, :1], attention_mask=None if mask is None else mask[:, :1]).state
-        for t in range(1, 300):
+        for t in range(1, 100):
             output = step(hidden_states[:, t : t + 1], state=state)
             assert_close(f"token {t}", output.hidden_states, expected[:, t : t + 1], TOLERANCE[F64])
             state = output.state
     assert isinstance(state.memory.count, int if counts == "int" else torch.Tensor)
-    assert compiler.frame_count <= (8 if counts == "int" else 2)
+    assert tracer.frame_count <= (8 if counts == "int" else 2)
 
 
 TRAINED = {
@@ -159,21 +165,20 @@ def test_model_trains(compiler, fields, mask):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_model_decodes_300_tokens_with_two_graphs(variant):
+def test_model_decodes_100_tokens_with_two_graphs(tracer, variant):
     """As generate() does it, with a mask that grows; over many ends of chunks, windows and segments."""
     fields = {"memory_chunk_size": 8, "segment_length": 16, "sliding_window": 20} | LONG_TEXT
     model = tiny_model(dtype=F64, **(VARIANTS[variant] | fields))
-    compiler = CompileCounterWithBackend("eager")
-    step, ids, mask = compiled(model, compiler), random_ids(2, 310), torch.ones(2, 310, dtype=torch.long)
+    step, ids, mask = compiled(model, tracer), random_ids(2, 110), torch.ones(2, 110, dtype=torch.long)
     mask[0, :4] = 0
     cache = TitansCache(model.config)
     decoded = [logits_of(model, ids[:, :10], attention_mask=mask[:, :10], cache=cache)]
-    for t in range(10, 310):
+    for t in range(10, 110):
         decoded.append(logits_of(step, ids[:, t : t + 1], attention_mask=mask[:, : t + 1], cache=cache))
     real = mask.bool()
     expected = logits_of(model, ids, attention_mask=mask)[real]
     assert_close("logits", torch.cat(decoded, 1)[real], expected, TOLERANCE[F64])
-    assert compiler.frame_count <= 2
+    assert tracer.frame_count <= 2
 
 
 def test_model_decodes_with_a_cache(compiler):
@@ -190,22 +195,22 @@ def test_model_decodes_with_a_cache(compiler):
         assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
 
 
-@pytest.mark.parametrize(("variant", "padded"), [*((name, False) for name in VARIANTS), ("mac", True)])
-def test_compiled_call_decodes_over_ends_of_chunks(compiler, variant, padded):
+@pytest.mark.parametrize(("variant", "padded"), [("lmm", False), ("mal", True), ("mag", False), ("mac", True)])
+def test_compiled_call_decodes_over_ends_of_chunks(tracer, variant, padded):
     """What generate() decodes with where it is given a compile_config: tokens that close a chunk are not compiled."""
     fields = {"memory_chunk_size": 8, "segment_length": 16, "sliding_window": 20}
     model = tiny_model(dtype=F64, **(VARIANTS[variant] | fields)).eval()
-    ids, mask = random_ids(2, 60), torch.ones(2, 60, dtype=torch.long)
+    ids, mask = random_ids(2, 45), torch.ones(2, 45, dtype=torch.long)
     mask[0, : 4 * padded] = 0
-    step = model.get_compiled_call(compile_config(compiler))
+    step = model.get_compiled_call(compile_config(tracer))
     with torch.no_grad():
         cache = model(ids[:, :10], attention_mask=mask[:, :10], use_cache=True).cache
         decoded = [
-            logits_of(step, ids[:, t : t + 1], attention_mask=mask[:, : t + 1], cache=cache) for t in range(10, 60)
+            logits_of(step, ids[:, t : t + 1], attention_mask=mask[:, : t + 1], cache=cache) for t in range(10, 45)
         ]
     expected = logits_of(model, ids, attention_mask=mask)[:, 10:]
     assert_close("logits", torch.cat(decoded, 1), expected, TOLERANCE[F64])
-    assert 1 <= compiler.frame_count <= 4
+    assert 1 <= tracer.frame_count <= 4
 
 
 def compile_config(compiler, **fields) -> CompileConfig:
@@ -213,22 +218,22 @@ def compile_config(compiler, **fields) -> CompileConfig:
     return CompileConfig(fullgraph=True, backend=lambda graph, inputs: compiler(graph, inputs), **fields)
 
 
-def test_generate_decodes_compiled_where_it_is_asked_to(compiler):
+def test_generate_decodes_compiled_where_it_is_asked_to(tracer):
     model = tiny_model(dtype=F64, **(VARIANTS["mac"] | {"memory_chunk_size": 8, "segment_length": 8})).eval()
     prompt, options = random_ids(2, 9), {"max_new_tokens": 9, "do_sample": False}
     expected = model.generate(prompt, **options)
-    config = compile_config(compiler)
+    config = compile_config(tracer)
     assert torch.equal(model.generate(prompt, compile_config=config, **options), expected)
-    count = compiler.frame_count
+    count = tracer.frame_count
     assert count >= 1
     model.generate(prompt, compile_config=config, **options)
-    assert compiler.frame_count == count, "a second text is decoded with the graphs of the first"
+    assert tracer.frame_count == count, "a second text is decoded with the graphs of the first"
     torch._dynamo.reset()
     for refused in ({"compile_config": config, "disable_compile": True}, {}):
         model.generate(prompt, **refused, **options)
     model.hf_device_map = {"model.layers.0": 0, "lm_head": "cpu"}
     model.generate(prompt, compile_config=config, **options)
-    assert compiler.frame_count == count
+    assert tracer.frame_count == count
 
 
 def test_compiled_call_leaves_all_else_to_eager_mode(compiler):
@@ -267,17 +272,16 @@ def test_products_of_one_row_become_sums(rows):
             assert_close(f"result {index}", *pair, TOLERANCE[F64])
 
 
-def test_model_with_memory_caching_decodes_over_ends_of_segments():
+def test_model_with_memory_caching_decodes_over_ends_of_segments(tracer):
     """Each number of kept memories is a graph of its own, a segment's end another; a bound bounds both."""
     model = tiny_model(dtype=F64, **CACHING)
-    compiler = CompileCounterWithBackend("eager")
-    step, ids = compiled(model, compiler), random_ids(2, 24)
+    step, ids = compiled(model, tracer), random_ids(2, 24)
     cache = TitansCache(model.config)
     logits_of(model, ids[:, :6], cache=cache)
     decoded = [logits_of(step, ids[:, t : t + 1], cache=cache) for t in range(6, 24)]
     assert_close("logits", torch.cat(decoded, 1), logits_of(model, ids)[:, 6:], TOLERANCE[F64])
     assert cache.layers[0].state.memory.kept.closed == 6
-    assert compiler.frame_count <= 8
+    assert tracer.frame_count <= 8
 
 
 def test_padded_rows_with_memory_caching_may_break_the_graph_but_change_no_number():
@@ -288,12 +292,12 @@ def test_padded_rows_with_memory_caching_may_break_the_graph_but_change_no_numbe
     assert_close("logits", actual[MASK.bool()], expected[MASK.bool()], TOLERANCE[F64])
 
 
-def test_model_makes_a_cache_in_a_padded_call(compiler):
+def test_model_makes_a_cache_in_a_padded_call(tracer):
     model = tiny_model(dtype=F64, **VARIANTS["lmm"])
     ids, later = random_ids(2, 7), random_ids(2, 5, seed=1)
     with torch.no_grad():
         expected = model(ids, attention_mask=MASK, use_cache=True)
-        actual = compiled(model, compiler)(ids, attention_mask=MASK, use_cache=True)
+        actual = compiled(model, tracer)(ids, attention_mask=MASK, use_cache=True)
     assert_close("logits", actual.logits, expected.logits, TOLERANCE[F64])
     rest = logits_of(model, later, cache=expected.cache)
     assert_close("later", logits_of(model, later, cache=actual.cache), rest, TOLERANCE[F64])
@@ -304,7 +308,7 @@ def test_documents_may_break_the_graph_but_change_no_number():
     model = tiny_model(dtype=F64, **VARIANTS["lmm"])
     ids, positions = random_ids(1, 5), torch.tensor([[0, 1, 2, 0, 1]])
     expected = logits_of(model, ids, position_ids=positions, use_cache=False)
-    actual = logits_of(torch.compile(model, backend="aot_eager"), ids, position_ids=positions, use_cache=False)
+    actual = logits_of(torch.compile(model, backend="eager"), ids, position_ids=positions, use_cache=False)
     assert_close("logits", actual, expected, TOLERANCE[F64])
 
 

@@ -101,7 +101,7 @@ def test_a_token_that_closes_no_chunk_makes_nothing_of_the_size_of_the_weights(v
 @memories
 @every_variant
 def test_tokens_one_by_one_equal_one_call(variant, options):
-    model, ids = decoder(variant, dtype=F64, **options), random_ids(2, 4 * CHUNK + 3)
+    model, ids = decoder(variant, dtype=F64, **options), random_ids(2, 3 * CHUNK + 3)
     cache = TitansCache(model.config)
     decoded = feed(model, cache, ids, sizes=[1] * ids.shape[1])
     assert all(chunk is not None for chunk in open_chunks(cache))
@@ -111,7 +111,7 @@ def test_tokens_one_by_one_equal_one_call(variant, options):
 @memories
 @every_variant
 def test_padded_tokens_one_by_one_equal_each_row_alone(variant, options):
-    model, ids = decoder(variant, dtype=F64, **options), random_ids(3, 4 * CHUNK)
+    model, ids = decoder(variant, dtype=F64, **options), random_ids(3, 3 * CHUNK)
     mask = torch.ones_like(ids)
     mask[0, :5] = mask[1, 20:23] = mask[2, 12] = 0
     cache = TitansCache(model.config)

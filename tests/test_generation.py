@@ -27,6 +27,14 @@ def greedy(model, ids: torch.Tensor, new_tokens: int) -> torch.Tensor:
     return ids
 
 
+def assert_greedy(model, generated: torch.Tensor, prompt: torch.Tensor, new_tokens: int) -> None:
+    """It is `greedy` of the prompt: each new token is the likeliest one behind those before it, all read anew."""
+    length = prompt.shape[1]
+    assert generated.shape[1] == length + new_tokens
+    predicted = logits_of(model, generated[:, :-1], use_cache=False)[:, length - 1 :].argmax(-1)
+    assert torch.equal(generated, torch.cat([prompt, predicted], 1))
+
+
 def left_pad(rows: list[torch.Tensor], pad: int = 0) -> dict[str, torch.Tensor]:
     width = max(len(row) for row in rows)
     ids = torch.stack([torch.nn.functional.pad(row, (width - len(row), 0), value=pad) for row in rows])
@@ -67,14 +75,14 @@ SWITCHES += ["chunk_gates", *ATTENTION_OPTIONS]
     ],
 )
 def test_greedy_for_each_option_and_prompt_length(variant, option):
-    # Past two ends of a segment, and so past the ends of many chunks and of the window.
-    model, new_tokens = variant_model(variant, **EVERY_OPTION[option]), 2 * SEGMENT + 2
-    for length in (1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 1):
-        ids = random_ids(2, length, seed=length)
-        generated = model.generate(ids, max_new_tokens=new_tokens, **ENDLESS)
-        # Each token is the likeliest one behind those before it, all of them read anew.
-        predicted = logits_of(model, generated[:, :-1], use_cache=False)[:, length - 1 :].argmax(-1)
-        assert torch.equal(generated, torch.cat([ids, predicted], 1)), length
+    # Past an end of a segment, or two, and so past the ends of chunks and of the window.
+    model, lengths = variant_model(variant, **EVERY_OPTION[option]), (1, CHUNK, 2 * CHUNK + 1)
+    # Switches that have to do with where in a chunk, or how far behind the text's start, a token is.
+    if option in ("default", "no_conv", "persistent_0", "chunk_gates"):
+        lengths += (CHUNK - 1, CHUNK + 1)
+    for length in lengths:
+        ids, new_tokens = random_ids(2, length, seed=length), SEGMENT * (2 if length == 1 else 1) + 2
+        assert_greedy(model, model.generate(ids, max_new_tokens=new_tokens, **ENDLESS), ids, new_tokens)
 
 
 def test_no_boolean_option_is_left_out():
@@ -85,17 +93,15 @@ def test_no_boolean_option_is_left_out():
 
 def test_greedy_without_cache_equals_with_cache(model):
     ids = random_ids(2, 7)
-    with_cache = model.generate(ids, max_new_tokens=20, **ENDLESS)
-    assert torch.equal(model.generate(ids, max_new_tokens=20, use_cache=False, **ENDLESS), with_cache)
+    with_cache = model.generate(ids, max_new_tokens=10, **ENDLESS)
+    assert torch.equal(model.generate(ids, max_new_tokens=10, use_cache=False, **ENDLESS), with_cache)
 
 
 @every_variant
 def test_greedy_over_many_chunks_in_float64(variant):
     model = variant_model(variant, dtype=torch.float64)
     ids = random_ids(1, 3)
-    generated = model.generate(ids, max_new_tokens=100, **ENDLESS)
-    predicted = logits_of(model, generated[:, :-1], use_cache=False)[:, 2:].argmax(-1)
-    assert torch.equal(generated[:, 3:], predicted)
+    assert_greedy(model, model.generate(ids, max_new_tokens=60, **ENDLESS), ids, 60)
 
 
 def test_logits_of_each_step_equal_the_full_forward(model):
@@ -122,7 +128,7 @@ def test_seeded_sampling(model, use_cache):
 def test_beams_equal_beams_without_cache(variant, sampling):
     model = variant_model(variant, dtype=torch.float64)
     inputs = left_pad([random_ids(length, seed=length) for length in (3, 9, 6)])
-    arguments = {"num_beams": 4, "num_return_sequences": 4, "max_new_tokens": 12, "do_sample": sampling}
+    arguments = {"num_beams": 4, "num_return_sequences": 4, "max_new_tokens": 9, "do_sample": sampling}
     results = []
     for use_cache in (True, False):
         torch.manual_seed(3)
@@ -139,8 +145,9 @@ def test_beam_of_one_is_greedy_and_more_beams_score_at_least_as_well(model):
         return logprobs.gather(2, sequences[:, 6:, None]).sum()
 
     arguments = {"max_new_tokens": 10, "length_penalty": 0.0, **ENDLESS}
-    assert torch.equal(model.generate(ids, num_beams=1, **arguments), greedy(model, ids, 10))
-    assert score(model.generate(ids, num_beams=8, **arguments)) >= score(greedy(model, ids, 10))
+    one_beam = model.generate(ids, num_beams=1, **arguments)
+    assert_greedy(model, one_beam, ids, 10)
+    assert score(model.generate(ids, num_beams=8, **arguments)) >= score(one_beam)
 
 
 def test_num_return_sequences_draws_different_rows(model):
@@ -155,17 +162,15 @@ def test_num_return_sequences_draws_different_rows(model):
 
 @pytest.mark.parametrize(
     ("variant", "pad"),
-    [("lmm", 0), ("lmm", 2), ("mal", 2), ("mag", 2), ("mac", 2)],
+    [("lmm", 0), *((variant, 2) for variant in EVERY_VARIANT)],
     ids=lambda value: {0: "pad", 2: "pad_is_eos"}.get(value, value),
 )
 def test_left_padded_rows_equal_rows_alone(variant, pad):
     model = variant_model(variant, pad_token_id=pad)
     rows = [random_ids(length, seed=length) for length in (5, 23, 1, 12)]
-    generated = model.generate(**left_pad(rows, pad), max_new_tokens=40, pad_token_id=pad, **ENDLESS)
+    generated = model.generate(**left_pad(rows, pad), max_new_tokens=20, pad_token_id=pad, **ENDLESS)
     for row, actual in zip(rows, generated, strict=True):
-        alone = actual[23 - len(row) :][None]
-        predicted = logits_of(model, alone[:, :-1], use_cache=False)[:, len(row) - 1 :].argmax(-1)
-        assert torch.equal(alone, torch.cat([row[None], predicted], 1))
+        assert_greedy(model, actual[23 - len(row) :][None], row[None], 20)
 
 
 def test_one_padded_prompt_in_a_batch_of_one(model):
@@ -173,13 +178,13 @@ def test_one_padded_prompt_in_a_batch_of_one(model):
     ids = torch.cat([torch.zeros(13, dtype=torch.long), row])[None]
     mask = torch.cat([torch.zeros(13, dtype=torch.long), torch.ones(9, dtype=torch.long)])[None]
     generated = model.generate(ids, attention_mask=mask, max_new_tokens=20, **ENDLESS)
-    assert torch.equal(generated[:, 13:], greedy(model, row[None], 20))
+    assert_greedy(model, generated[:, 13:], row[None], 20)
 
 
 def test_row_that_has_ended_does_not_disturb_the_others():
     model = tiny_model()
     rows = [random_ids(5, seed=1), random_ids(5, seed=2)]
-    free = [greedy(model, row[None], 20)[0] for row in rows]
+    free = greedy(model, torch.stack(rows), 20)
     # The first row ends at its third new token, wherever the second one may be.
     end = free[0][7].item()
     generated = model.generate(torch.stack(rows), max_new_tokens=20, eos_token_id=end, pad_token_id=0, do_sample=False)
@@ -207,9 +212,10 @@ def test_streamer_gets_the_prompt_and_each_token(model):
     assert torch.equal(torch.cat(recorder.pieces), generated[0]) and recorder.ended
 
 
-@pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize("first", [1, CHUNK, 10])
-def test_continuing_with_the_returned_cache(rows, first, model):
+@pytest.mark.parametrize("rows, first", [(2, 1), (1, CHUNK), (2, 10)])
+@every_variant
+def test_continuing_with_the_returned_cache(variant, rows, first):
+    model = variant_model(variant)
     ids, turn = random_ids(rows, 7), random_ids(rows, 15, seed=4)
     output = model.generate(ids, max_new_tokens=first, return_dict_in_generate=True, **ENDLESS)
     assert isinstance(output.cache, TitansCache)
@@ -218,8 +224,8 @@ def test_continuing_with_the_returned_cache(rows, first, model):
     joined = torch.cat([output.sequences, turn], 1)
     # Said outright: where it is not, generate() takes a padding token that the model has chosen for padding.
     mask = torch.ones_like(joined)
-    generated = model.generate(joined, attention_mask=mask, cache=output.cache, max_new_tokens=20, **ENDLESS)
-    assert torch.equal(generated, greedy(model, joined, 20))
+    generated = model.generate(joined, attention_mask=mask, cache=output.cache, max_new_tokens=SEGMENT + 2, **ENDLESS)
+    assert_greedy(model, generated, joined, SEGMENT + 2)
 
 
 def test_continuing_a_left_padded_batch(model):
@@ -231,8 +237,8 @@ def test_continuing_a_left_padded_batch(model):
     mask = torch.cat([inputs["attention_mask"], torch.ones(2, 11, dtype=torch.long)], 1)
     generated = model.generate(joined, attention_mask=mask, cache=output.cache, max_new_tokens=10, **ENDLESS)
     for index, row in enumerate(rows):
-        expected = greedy(model, joined[index, 9 - len(row) :][None], 10)[0]
-        assert torch.equal(generated[index, 9 - len(row) :], expected)
+        real = slice(9 - len(row), None)
+        assert_greedy(model, generated[index, real][None], joined[index, real][None], 10)
 
 
 def test_continuing_after_one_row_has_ended():
@@ -267,19 +273,17 @@ def primed_cache(model, ids: torch.Tensor, **kwargs) -> TitansCache:
 def test_a_text_read_once_is_asked_with_the_full_text_or_the_full_mask(model):
     text, question = random_ids(1, 21), random_ids(1, 6, seed=1)
     joined = torch.cat([text, question], 1)
-    expected = greedy(model, joined, 9)
     generated = model.generate(joined, cache=primed_cache(model, text), max_new_tokens=9, **ENDLESS)
-    assert torch.equal(generated, expected)
+    assert_greedy(model, generated, joined, 9)
     # The text itself may be gone: its length is enough.
     mask = torch.ones(1, 27, dtype=torch.long)
     asked = model.generate(question, attention_mask=mask, cache=primed_cache(model, text), max_new_tokens=9, **ENDLESS)
-    assert torch.equal(asked[:, 6:], expected[:, 27:])
+    assert torch.equal(asked[:, 6:], generated[:, 27:])
 
 
 def test_a_question_alone_is_refused_clearly_or_answered(model):
     # transformers takes ids without a longer mask for the whole text, the cached part included.
     text, question = random_ids(1, 21), random_ids(1, 6, seed=1)
-    expected = greedy(model, torch.cat([text, question], 1), 9)[:, 27:]
     cache = primed_cache(model, text)
     try:
         generated = model.generate(question, cache=cache, max_new_tokens=9, **ENDLESS)
@@ -287,7 +291,7 @@ def test_a_question_alone_is_refused_clearly_or_answered(model):
         assert "21" in str(error) and "attention_mask" in str(error)
         assert cache.get_seq_length() == 21
     else:
-        assert torch.equal(generated[:, 6:], expected)
+        assert_greedy(model, torch.cat([text, generated], 1), torch.cat([text, question], 1), 9)
 
 
 @pytest.mark.parametrize(
@@ -341,20 +345,21 @@ def test_a_cache_that_is_passed_is_used_where_the_config_says_none(variant, argu
     assert torch.equal(generated, expected) and cache.get_seq_length() == 17 + 9 - 1
 
 
-@pytest.mark.parametrize("chunk", [1, 3, CHUNK, 7, 50])
 @pytest.mark.parametrize("padded", [False, True], ids=["plain", "left_padded"])
-def test_prefill_in_chunks(chunk, padded, model):
+def test_prefill_in_chunks(padded, model):
     rows = [random_ids(23 if not padded else 9, seed=1), random_ids(23, seed=2)]
     inputs = left_pad(rows)
-    expected = model.generate(**inputs, max_new_tokens=9, **ENDLESS)
-    assert torch.equal(model.generate(**inputs, max_new_tokens=9, prefill_chunk_size=chunk, **ENDLESS), expected)
+    expected = model.generate(**inputs, max_new_tokens=6, **ENDLESS)
+    for chunk in (1, 3, CHUNK, 7, 50):
+        generated = model.generate(**inputs, max_new_tokens=6, prefill_chunk_size=chunk, **ENDLESS)
+        assert torch.equal(generated, expected), chunk
 
 
 def test_generation_from_embeddings(model):
     ids = random_ids(2, 9)
     embeds = model.get_input_embeddings()(ids).detach()
     generated = model.generate(inputs_embeds=embeds, max_new_tokens=9, **ENDLESS)
-    assert torch.equal(generated, greedy(model, ids, 9)[:, 9:])
+    assert_greedy(model, torch.cat([ids, generated], 1), ids, 9)
 
 
 def test_generation_leaves_no_trace_in_the_model(model):

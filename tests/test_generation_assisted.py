@@ -59,9 +59,9 @@ def cache_lengths(monkeypatch):
 )
 def test_prompt_lookup_equals_greedy(variant, option, cache_lengths):
     model = variant_model(variant, dtype=torch.float64, **OPTIONS[option])
-    expected = model.generate(REPETITIVE, max_new_tokens=40, **ENDLESS)
+    expected = model.generate(REPETITIVE, max_new_tokens=20, **ENDLESS)
     cache_lengths.clear()
-    generated = model.generate(REPETITIVE, max_new_tokens=40, prompt_lookup_num_tokens=3, **ENDLESS)
+    generated = model.generate(REPETITIVE, max_new_tokens=20, prompt_lookup_num_tokens=3, **ENDLESS)
     assert torch.equal(generated, expected)
     assert max(cache_lengths) > 0
 
@@ -98,8 +98,8 @@ def test_assistant_equals_greedy(assistant, drafted, cache_lengths):
     helper.generation_config.num_assistant_tokens_schedule = "constant"
     helper.generation_config.assistant_confidence_threshold = 0
     ids = random_ids(1, 9)
-    expected = model.generate(ids, max_new_tokens=30, **ENDLESS)
-    generated = model.generate(ids, max_new_tokens=30, assistant_model=helper, **ENDLESS)
+    expected = model.generate(ids, max_new_tokens=24, **ENDLESS)
+    generated = model.generate(ids, max_new_tokens=24, assistant_model=helper, **ENDLESS)
     assert torch.equal(generated, expected)
     assert (max(cache_lengths) > 0) == (assistant != "same") or drafted == 1
 
@@ -108,19 +108,19 @@ def test_assistant_equals_greedy(assistant, drafted, cache_lengths):
 def test_drafts_by_the_first_blocks_equal_greedy(variant, cache_lengths):
     """`assistant_early_exit`: the model drafts with fewer of its own blocks, and a cache of fewer layers."""
     model = variant_model(variant, num_hidden_layers=2, dtype=torch.float64)
-    expected = model.generate(REPETITIVE, max_new_tokens=20, **ENDLESS)
-    generated = model.generate(REPETITIVE, max_new_tokens=20, assistant_early_exit=1, **ENDLESS)
+    prompt = REPETITIVE[:, :19]
+    expected = model.generate(prompt, max_new_tokens=12, **ENDLESS)
+    generated = model.generate(prompt, max_new_tokens=12, assistant_early_exit=1, **ENDLESS)
     assert torch.equal(generated, expected) and cache_lengths
     assert model.config.num_hidden_layers == 2
 
 
 @every_variant
-def test_assisted_decoding_after_a_long_prompt(variant):
-    # Longer than the distance at which a recording cache keeps a state on the way.
+def test_assisted_decoding_after_a_long_prompt(variant, soon_long_calls):
     model = variant_model(variant, dtype=torch.float64, memory_max_lr=0.01, memory_max_forget=0.001)
-    ids = torch.cat([random_ids(1, 400), REPETITIVE], 1)
-    expected = model.generate(ids, max_new_tokens=20, **ENDLESS)
-    assert torch.equal(model.generate(ids, max_new_tokens=20, prompt_lookup_num_tokens=4, **ENDLESS), expected)
+    ids = torch.cat([random_ids(1, 30), REPETITIVE], 1)
+    expected = model.generate(ids, max_new_tokens=12, **ENDLESS)
+    assert torch.equal(model.generate(ids, max_new_tokens=12, prompt_lookup_num_tokens=4, **ENDLESS), expected)
 
 
 def test_titans_model_assists_another_architecture_and_is_assisted_by_one():

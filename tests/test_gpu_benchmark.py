@@ -18,17 +18,18 @@ from transformers_titans.triton_configs import CONFIGS  # noqa: E402
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 # A bare machine has torch and triton; whatever needs more must not be imported.
 BARE = "import sys; sys.modules.update(transformers=None, tqdm=None, safetensors=None, huggingface_hub=None)\n"
+QUICK = "from quick_interpreter import quick_interpreter; context = quick_interpreter(); context.__enter__()\n"
 
 
 def run_python(code: str, **environment: str) -> subprocess.CompletedProcess:
-    path = os.pathsep.join([str(BENCHMARKS), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(BENCHMARKS), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environment}
     return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
 
 
 def printed(code: str):
     """What ``code`` prints last, as JSON, on a bare machine that interprets kernels."""
-    done = run_python(BARE + code, TRITON_INTERPRET="1")
+    done = run_python(BARE + QUICK + code, TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -41,22 +42,21 @@ def test_without_a_gpu_it_says_so():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "memory, dtype, config, rules",
-    [("h64", "bfloat16", 1, True), ("h128", "float32", None, False), ("depth1", "float16", 0, True)],
-)
-def test_checks_find_the_kernels_right(memory, dtype, config, rules):
-    errors, allowed = printed(
+def test_checks_find_the_kernels_right():
+    # Memory, dtype, number of the launch configuration, and whether all options of the memory are on.
+    chosen = [("h64", "bfloat16", 1, True), ("h128", "float32", None, False), ("depth1", "float16", 0, True)]
+    found = printed(
         "import json\n"
         "from gpu_checks import Case, errors_of\n"
-        f"case = Case({memory!r}, {dtype!r}, {config}, {rules}, num_chunks=2, groups=2, chunk_size=16, head_dim=16)\n"
-        "print(json.dumps([errors_of(case, 'cpu'), case.allowed()]))"
+        "sizes = dict(num_chunks=2, groups=2, chunk_size=16, head_dim=16)\n"
+        f"cases = [Case(*chosen, **sizes) for chosen in {chosen!r}]\n"
+        "print(json.dumps([(errors_of(case, 'cpu'), case.allowed()) for case in cases]))"
     )
-    assert {"output", "decode", "weights 0", "gradient of q", "gradient of weights 0", "gradient of eta"} <= set(
-        errors
-    )
-    assert ("gradient of forget_to 0" in errors) == rules
-    assert max(errors.values()) <= allowed
+    always = {"output", "decode", "weights 0", "gradient of q", "gradient of weights 0", "gradient of eta"}
+    for (*case, rules), (errors, allowed) in zip(chosen, found, strict=True):
+        assert always <= set(errors), case
+        assert ("gradient of forget_to 0" in errors) == rules, case
+        assert max(errors.values()) <= allowed, case
 
 
 @pytest.mark.slow
@@ -137,8 +137,14 @@ def dry_run(folder: Path, budget: float) -> tuple[dict, str]:
     return results, (folder / "gpu-a-card-80-gb.md").read_text()
 
 
-def test_all_stages(tmp_path):
-    results, page = dry_run(tmp_path, 5000)
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory):
+    """A run with time for all it wants to do."""
+    return dry_run(tmp_path_factory.mktemp("whole_run"), 5000)
+
+
+def test_all_stages(whole_run):
+    results, page = whole_run
     timed = {(row["form"], row["memory"], row["backward"]) for row in results["scans"] if "seconds" in row}
     memories = ("h256", "h128", "depth1")
     assert timed == {
@@ -152,8 +158,8 @@ def test_all_stages(tmp_path):
     assert [line for line in page.splitlines() if line in sections] == list(sections)
 
 
-def test_what_is_wrong_is_not_timed(tmp_path):
-    results, page = dry_run(tmp_path, 5000)
+def test_what_is_wrong_is_not_timed(whole_run):
+    results, page = whole_run
     refused = [row for row in results["scans"] if row["memory"] == "h64"]
     assert refused and all(row["problem"] == "not timed: its check is not green" for row in refused)
     assert all("problem" in row for row in results["decoding"] if row["memory"] == "h64")

@@ -34,19 +34,21 @@ def bits(*rows: str) -> torch.Tensor:
     return torch.tensor([[c == "1" for c in row] for row in rows])
 
 
-def assert_same(actual: dict, reference: dict, ratio: float, *, skip: tuple = ()) -> None:
+def assert_same(actual: dict, reference: dict, ratio: float, who: str = "") -> None:
     assert actual.keys() == reference.keys()
-    for name in reference.keys() - set(skip):
-        assert_close(name, actual[name], reference[name], ratio)
+    for name, tensor in reference.items():
+        assert_close(f"{who}{name}", actual[name], tensor, ratio)
 
 
-def assert_equals_oracle(inputs, backend: str, ratio: float = TOLERANCE[torch.float64]) -> None:
-    """Output, surprise, final state and the gradients of every input, through output and final state."""
+def assert_equals_oracle(inputs, ratio: float = TOLERANCE[torch.float64]) -> None:
+    """Every form's output, surprise, final state and gradients of every input, through output and final state."""
     inputs = inputs.require_grad()
     reference = run_oracle(inputs)
-    actual = result_tensors(run_op(inputs, backend, output_surprise=True), inputs.chunk_size)
-    assert_same(actual, reference, ratio)
-    assert_same(input_gradients(actual, inputs), input_gradients(reference, inputs), ratio)
+    gradients = input_gradients(reference, inputs)
+    for backend in BACKENDS:
+        actual = result_tensors(run_op(inputs, backend, output_surprise=True), inputs.chunk_size)
+        assert_same(actual, reference, ratio, f"{backend}: ")
+        assert_same(input_gradients(actual, inputs), gradients, ratio, f"{backend}: gradient of ")
 
 
 # One row per option of M and of the recurrence; everything else as in `make_inputs`.
@@ -76,19 +78,17 @@ NETWORKS = {
 }
 
 
-@both_backends
 @pytest.mark.parametrize("options", NETWORKS.values(), ids=NETWORKS)
-def test_equals_oracle_for_every_network(backend, options):
-    assert_equals_oracle(make_inputs(length=14, count=2, **options), backend)
+def test_equals_oracle_for_every_network(options):
+    assert_equals_oracle(make_inputs(length=14, count=2, **options))
 
 
 LENGTHS = [(c, t) for c in (1, 4, 8) for t in sorted({1, max(c - 1, 1), c, c + 1, 3 * c + 5, 11, 31})]
 
 
-@both_backends
 @pytest.mark.parametrize(("chunk_size", "length"), LENGTHS, ids=[f"C{c}-T{t}" for c, t in LENGTHS])
-def test_equals_oracle_for_every_length(backend, chunk_size, length):
-    assert_equals_oracle(make_inputs(chunk_size=chunk_size, length=length), backend)
+def test_equals_oracle_for_every_length(chunk_size, length):
+    assert_equals_oracle(make_inputs(chunk_size=chunk_size, length=length))
 
 
 COUNTS = {
@@ -102,12 +102,11 @@ COUNTS = {
 }
 
 
-@both_backends
 @pytest.mark.parametrize("length", [1, 2, 5, 17], ids="T{}".format)
 @pytest.mark.parametrize(("chunk_size", "count"), COUNTS.values(), ids=COUNTS)
-def test_continues_in_mid_chunk(backend, chunk_size, count, length):
+def test_continues_in_mid_chunk(chunk_size, count, length):
     batch = 2 if isinstance(count, int) else len(count)
-    assert_equals_oracle(make_inputs(chunk_size=chunk_size, count=count, length=length, batch=batch), backend)
+    assert_equals_oracle(make_inputs(chunk_size=chunk_size, count=count, length=length, batch=batch))
 
 
 MASKS = {
@@ -120,11 +119,10 @@ MASKS = {
 }
 
 
-@both_backends
 @pytest.mark.parametrize("count", [0, 3, [1, 2]], ids=["fresh", "count3", "ragged"])
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-def test_masked_tokens_change_nothing(backend, mask, count):
-    assert_equals_oracle(make_inputs(mask=mask, count=count), backend)
+def test_masked_tokens_change_nothing(mask, count):
+    assert_equals_oracle(make_inputs(mask=mask, count=count))
 
 
 DOCUMENTS = {
@@ -144,27 +142,24 @@ DOCUMENTS = {
 }
 
 
-@both_backends
 @pytest.mark.parametrize("count", [0, 3, [2, 1]], ids=["fresh", "count3", "ragged"])
 @pytest.mark.parametrize(("mask", "starts"), DOCUMENTS.values(), ids=DOCUMENTS)
-def test_documents_start_from_the_start_state(backend, mask, starts, count):
-    assert_equals_oracle(make_inputs(mask=mask, document_starts=starts, count=count), backend)
+def test_documents_start_from_the_start_state(mask, starts, count):
+    assert_equals_oracle(make_inputs(mask=mask, document_starts=starts, count=count))
 
 
-@both_backends
 @pytest.mark.parametrize(
     "options",
     [{"depth": 1}, {"depth": 3, "hidden": 7}, {"norm": False, "forget_to": "start"}, *RULES.values()],
     ids=["depth1", "depth3", "no_norm_forget_to_start", *RULES],
 )
-def test_masks_and_documents_with_other_networks(backend, options):
+def test_masks_and_documents_with_other_networks(options):
     mask, starts = DOCUMENTS["around_gaps"]
-    assert_equals_oracle(make_inputs(mask=mask, document_starts=starts, count=[3, 0], **options), backend)
+    assert_equals_oracle(make_inputs(mask=mask, document_starts=starts, count=[3, 0], **options))
 
 
-@both_backends
 @pytest.mark.parametrize("rows", ["alike", "ragged", "packed", "every_token_a_document"])
-def test_equals_oracle_over_many_chunks(backend, rows):
+def test_equals_oracle_over_many_chunks(rows):
     """More chunks than the chunked form holds at once; documents begin on either side of every such border."""
     length, options = 71, {}
     generator = torch.Generator().manual_seed(2)
@@ -174,7 +169,7 @@ def test_equals_oracle_over_many_chunks(backend, rows):
         options["document_starts"] = torch.rand(2, length, generator=generator) < 0.2
     if rows == "every_token_a_document":
         options["document_starts"] = torch.ones(2, length, dtype=torch.bool)
-    assert_equals_oracle(make_inputs(length=length, chunk_size=2, max_step=0.05, max_forget=0.05, **options), backend)
+    assert_equals_oracle(make_inputs(length=length, chunk_size=2, max_step=0.05, max_forget=0.05, **options))
 
 
 def test_a_document_equals_the_document_alone():
@@ -208,11 +203,10 @@ GATE_VALUES = {
 }
 
 
-@both_backends
 @pytest.mark.parametrize("forget_to", ["zero", "start"])
 @pytest.mark.parametrize("where", ["everywhere", "some_tokens"])
 @pytest.mark.parametrize("gates", GATE_VALUES.values(), ids=GATE_VALUES)
-def test_gates_at_their_limits(backend, gates, where, forget_to):
+def test_gates_at_their_limits(gates, where, forget_to):
     """Values and gradients are right at exactly 0 and 1, where logarithms of the gates are infinite."""
     inputs = make_inputs(length=14, forget_to=forget_to, count=1)
     chosen = torch.ones(2, 14, 2, dtype=torch.bool)
@@ -220,39 +214,37 @@ def test_gates_at_their_limits(backend, gates, where, forget_to):
         chosen = torch.rand(chosen.shape, generator=torch.Generator().manual_seed(3)) < 0.4
     for name, value in gates.items():
         inputs.tokens[name] = inputs.tokens[name].masked_fill(chosen, value)
-    assert_equals_oracle(inputs, backend)
+    assert_equals_oracle(inputs)
 
 
-@both_backends
 @pytest.mark.parametrize("options", [{}, *RULES.values()], ids=["titans", *RULES])
-def test_each_gate_at_random_limits(backend, options):
+def test_each_gate_at_random_limits(options):
     inputs = make_inputs(length=31, chunk_size=8, **options)
     generator = torch.Generator().manual_seed(4)
     for name in GATES:
         limits = torch.randint(0, 2, inputs.tokens[name].shape, generator=generator).double()
         inputs.tokens[name] = limits * (0.05 if name == "theta" else 1)
-    assert_equals_oracle(inputs, backend)
+    assert_equals_oracle(inputs)
 
 
-@both_backends
 @pytest.mark.parametrize("name", ["q", "k", "v"])
-def test_zero_vectors(backend, name):
+def test_zero_vectors(name):
     inputs = make_inputs(length=11)
     inputs.tokens[name] = torch.zeros_like(inputs.tokens[name])
-    assert_equals_oracle(inputs, backend)
+    assert_equals_oracle(inputs)
 
 
-@both_backends
-def test_products_of_tiny_gates_do_not_overflow(backend):
+def test_products_of_tiny_gates_do_not_overflow():
     """A whole chunk of gates near 1e-30 multiplies to far below the smallest float64; float32 is finite too."""
     inputs = make_inputs(length=35, chunk_size=32)
     inputs.tokens["eta"] = torch.full_like(inputs.tokens["eta"], 1e-30)
     inputs.tokens["alpha"] = torch.full_like(inputs.tokens["alpha"], 1 - 1e-15)
-    assert_equals_oracle(inputs, backend)
+    assert_equals_oracle(inputs)
     narrow = inputs.to(torch.float32).require_grad()
-    result = result_tensors(run_op(narrow, backend), 32)
-    for name, tensor in {**result, **input_gradients(result, narrow)}.items():
-        assert torch.isfinite(tensor).all(), name
+    for backend in BACKENDS:
+        result = result_tensors(run_op(narrow, backend), 32)
+        for name, tensor in {**result, **input_gradients(result, narrow)}.items():
+            assert torch.isfinite(tensor).all(), (backend, name)
 
 
 def random_cuts(length: int, seed: int, pieces: int) -> list[int]:

@@ -42,10 +42,9 @@ CHUNK_GATES = {
 }
 
 
-@both_backends
 @pytest.mark.parametrize("options", CHUNK_GATES.values(), ids=CHUNK_GATES)
-def test_chunk_gates_equal_oracle(backend, options):
-    assert_equals_oracle(make_inputs(gate_granularity="chunk", **options), backend)
+def test_chunk_gates_equal_oracle(options):
+    assert_equals_oracle(make_inputs(gate_granularity="chunk", **options))
 
 
 @both_backends

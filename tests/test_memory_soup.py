@@ -44,7 +44,8 @@ from triton_testing import scan_inputs, scan_options
 F64 = torch.float64
 
 pytestmark = pytest.mark.usefixtures("nan_filled_empty")
-both_backends = pytest.mark.parametrize("backend", ["recurrent", "chunked"])
+BACKENDS = ("recurrent", "chunked")
+both_backends = pytest.mark.parametrize("backend", BACKENDS)
 
 
 @dataclass
@@ -108,20 +109,22 @@ def gradients(named: dict, inputs: OpInputs, mixture: Mixture) -> dict[str, torc
     return dict(zip(leaves, torch.autograd.grad(projection(named), list(leaves.values()), **options), strict=True))
 
 
-def assert_same(actual: dict, reference: dict, ratio: float = TOLERANCE[F64]) -> None:
+def assert_same(actual: dict, reference: dict, ratio: float = TOLERANCE[F64], who: str = "") -> None:
     assert actual.keys() == reference.keys()
     for name, tensor in reference.items():
-        assert_close(name, actual[name], tensor, ratio)
+        assert_close(f"{who}{name}", actual[name], tensor, ratio)
 
 
-def assert_equals_reference(inputs: OpInputs, mixture: Mixture, backend: str) -> None:
-    """Output, surprise, final state and every gradient."""
+def assert_equals_reference(inputs: OpInputs, mixture: Mixture) -> None:
+    """Every form's output, surprise, final state and every gradient."""
     inputs, mixture = inputs.require_grad(), mixture.map(leaf)
     reference = run_reference(inputs, mixture)
-    result = run_op(inputs, backend, output_surprise=True, **mixture.arguments())
-    actual = result_tensors(result, inputs.chunk_size)
-    assert_same(actual, reference)
-    assert_same(gradients(actual, inputs, mixture), gradients(reference, inputs, mixture))
+    expected = gradients(reference, inputs, mixture)
+    for backend in BACKENDS:
+        result = run_op(inputs, backend, output_surprise=True, **mixture.arguments())
+        actual = result_tensors(result, inputs.chunk_size)
+        assert_same(actual, reference, who=f"{backend}: ")
+        assert_same(gradients(actual, inputs, mixture), expected, who=f"{backend}: gradient of ")
 
 
 NETWORKS = {
@@ -140,22 +143,20 @@ NETWORKS = {
 }
 
 
-@both_backends
 @pytest.mark.parametrize("num_kept", range(4), ids="K{}".format)
 @pytest.mark.parametrize("options", NETWORKS.values(), ids=NETWORKS)
-def test_equals_a_mixture_built_for_every_token(backend, options, num_kept):
+def test_equals_a_mixture_built_for_every_token(options, num_kept):
     inputs = make_inputs(length=14, count=2, **options)
-    assert_equals_reference(inputs, make_mixture(inputs, num_kept), backend)
+    assert_equals_reference(inputs, make_mixture(inputs, num_kept))
 
 
 LENGTHS = [(1, 1), (1, 5), (4, 1), (4, 3), (4, 4), (4, 5), (4, 8), (4, 17), (8, 3), (8, 31)]
 
 
-@both_backends
 @pytest.mark.parametrize(("chunk_size", "length"), LENGTHS, ids=[f"C{c}-T{t}" for c, t in LENGTHS])
-def test_every_length(backend, chunk_size, length):
+def test_every_length(chunk_size, length):
     inputs = make_inputs(chunk_size=chunk_size, length=length, count=chunk_size // 4)
-    assert_equals_reference(inputs, make_mixture(inputs, 2), backend)
+    assert_equals_reference(inputs, make_mixture(inputs, 2))
 
 
 def bits(*rows: str) -> torch.Tensor:
@@ -177,19 +178,17 @@ ROWS = {
 }
 
 
-@both_backends
 @pytest.mark.parametrize("options", ROWS.values(), ids=ROWS)
-def test_rows_that_differ(backend, options):
+def test_rows_that_differ(options):
     inputs = make_inputs(**options)
-    assert_equals_reference(inputs, make_mixture(inputs, 2), backend)
+    assert_equals_reference(inputs, make_mixture(inputs, 2))
 
 
-@both_backends
 @pytest.mark.parametrize("forget_to", ["zero", "start"])
-def test_spans_of_many_chunks(backend, forget_to):
+def test_spans_of_many_chunks(forget_to):
     """More chunks than the chunked form holds at once."""
     inputs = make_inputs(length=71, chunk_size=2, max_step=0.05, max_forget=0.05, forget_to=forget_to)
-    assert_equals_reference(inputs, make_mixture(inputs, 2), backend)
+    assert_equals_reference(inputs, make_mixture(inputs, 2))
 
 
 def run_in_pieces(inputs: OpInputs, mixture: Mixture, cuts: list[int], backend: str = "chunked"):
@@ -230,15 +229,14 @@ def test_decoding_with_and_without_a_mixture(rows):
             assert_close(f"output {t}", result.output, expected, TOLERANCE[F64])
 
 
-@both_backends
-def test_shares_may_be_zero(backend):
+def test_shares_may_be_zero():
     """A kept memory that a row does not see, a running one that a token does not, and tokens that see nothing."""
     inputs = make_inputs(length=14, count=1, forget_to="start")
     mixture = make_mixture(inputs, 3)
     mixture.mix[0, ..., 1] = 0
     mixture.mix[:, 3:7, :, 0] = 0
     mixture.mix[1, ::3] = 0
-    assert_equals_reference(inputs, mixture, backend)
+    assert_equals_reference(inputs, mixture)
 
 
 @both_backends

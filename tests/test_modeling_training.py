@@ -93,7 +93,8 @@ def test_default_settings_train(fields, length):
 
 @pytest.mark.parametrize("option", ["default", "depth_3", "no_conv", "no_norm", "persistent_0", "forget_to_start"])
 def test_gradients_equal_finite_differences(option):
-    model = tiny_model(dtype=F64, hidden_size=8, memory_head_dim=3, intermediate_size=6, **OPTIONS[option])
+    sizes = {"num_hidden_layers": 1, "hidden_size": 8, "memory_head_dim": 3, "intermediate_size": 6}
+    model = tiny_model(dtype=F64, **sizes, **OPTIONS[option])
     ids = random_ids(2, 7)
     mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1] * 7])
     gradients = parameter_gradients(model, next_token_loss(model(ids, attention_mask=mask).logits, ids))
@@ -355,8 +356,11 @@ def test_16_bit_model_trains_with_a_float32_state(variant, dtype):
     assert_only_rounded(gradients, reference, ids, unit)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("model_dtype", [torch.float32, torch.bfloat16], ids=["fp32_weights", "bf16_weights"])
+@pytest.mark.parametrize(
+    ("model_dtype", "dtype"),
+    [(torch.float32, torch.bfloat16), (torch.float32, torch.float16), (torch.bfloat16, torch.bfloat16)],
+    ids=["bf16", "fp16", "bf16_and_its_weights"],
+)
 @every_smooth_variant
 def test_autocast_trains_with_a_float32_state(variant, model_dtype, dtype):
     model, reference = pair_of_dtypes(variant, model_dtype)

@@ -20,7 +20,8 @@ from variant_oracle import VARIANTS, variant_model
 SIZES = {"hidden_size": 64, "memory_head_dim": 32, "intermediate_size": 64}
 NEVER = ("theta_proj", "alpha_proj", "eta_proj", "lm_head")
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "o_gate_proj", "u_proj", "gate_proj", "up_proj", "down_proj"]
-every_variant = pytest.mark.parametrize("variant", [*VARIANTS, "lmm_grm"])
+QUANTIZED = [*VARIANTS, "lmm_grm"]
+every_variant = pytest.mark.parametrize("variant", QUANTIZED)
 
 # Each with the name of its list of modules to leave alone, and the relative error of one rounded weight.
 QUANTIZERS = {
@@ -88,9 +89,15 @@ def test_a_list_of_other_modules_does_not_expose_the_gates(quantizer, tmp_path):
     assert quantized_modules(quantized) == {name for name in large_linear_layers(model) if ".mlp." not in name}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("quantizer", QUANTIZERS)
-@every_variant
+# Both dtypes with every variant and every quantizer, in turn.
+IN_TURN = [
+    pytest.param(variant, quantizer, (torch.float32, torch.bfloat16)[(i + j) % 2], id=f"{variant}-{quantizer}")
+    for i, variant in enumerate(QUANTIZED)
+    for j, quantizer in enumerate(QUANTIZERS)
+]
+
+
+@pytest.mark.parametrize(("variant", "quantizer", "dtype"), IN_TURN)
 def test_a_quantized_model_reads_and_generates(variant, quantizer, dtype, tmp_path):
     quantized, model = quantized_model(variant, quantizer, tmp_path / "full", dtype)
     # On some CPUs bitsandbytes packs its weights once more, with a loss, when they are first used.

@@ -193,7 +193,7 @@ def train(folder, variant, steps, resume=None, **fields):
 
 
 def test_a_checkpoint_of_remote_code_is_resumed_in_a_new_process(tmp_path):
-    resumed = ["lmm", "mac", "lmm_grm"]
+    resumed = ["mac", "lmm_grm"]
     for variant in resumed:
         variant_model(variant).save_pretrained(tmp_path / variant)
     first = f"""{TRAINING}
@@ -300,18 +300,19 @@ def test_package_and_checkpoints_copy_work_in_one_process(tmp_path):
         "from transformers import AutoModelForCausalLM, AutoConfig",
         "from transformers_titans.memory_ops import neural_memory\n"
         "from transformers import AutoModelForCausalLM, AutoConfig",
-        "import transformers_titans, importlib; importlib.reload(transformers_titans)\n"
-        "from transformers import AutoModelForCausalLM, AutoConfig",
     ],
-    ids=["package_first", "auto_first", "modeling", "op", "reload"],
+    ids=["package_first", "auto_first", "modeling", "op"],
 )
 def test_importing_the_package_registers_the_models(first, tmp_path):
     script = f"""
 {textwrap.indent(first, "        ")}
+        import importlib
         import transformers_titans
-        config = AutoConfig.for_model("titans", hidden_size=8, num_hidden_layers=1, num_attention_heads=2)
-        assert type(config) is transformers_titans.TitansConfig
-        assert type(AutoModelForCausalLM.from_config(config)) is transformers_titans.TitansForCausalLM
+        for _ in range(2):
+            config = AutoConfig.for_model("titans", hidden_size=8, num_hidden_layers=1, num_attention_heads=2)
+            assert type(config) is transformers_titans.TitansConfig
+            assert type(AutoModelForCausalLM.from_config(config)) is transformers_titans.TitansForCausalLM
+            importlib.reload(transformers_titans)
         print("done")
     """
     assert run(script, tmp_path).endswith("done\n")
@@ -323,7 +324,7 @@ def test_the_op_needs_no_transformers(tmp_path):
         import transformers_titans
         from transformers_titans.memory_ops import neural_memory
         from transformers_titans import MemoryState, TokenLayout
-        assert "transformers" not in sys.modules
+        assert "torch" in sys.modules and "transformers" not in sys.modules
         print("done")
     """
     assert run(script, tmp_path).endswith("done\n")
