@@ -9,6 +9,7 @@ only lengths differ from token to token. Every other call is read in eager mode,
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -37,7 +38,19 @@ def read_blocks(
     return streams, outputs
 
 
-def compiled_reader(config: CompileConfig, device: torch.device) -> Callable:
+class BlocksReader(NamedTuple):
+    """Another form of `read_blocks`, for calls that it fits.
+
+    Attributes:
+        fits: of hidden_states (B, T, hidden_size), the call's plan and the first block's state, whether it may read.
+        read: in place of `read_blocks`.
+    """
+
+    fits: Callable[[torch.Tensor, LayerPlan, TitansLayerState | None], bool]
+    read: Callable
+
+
+def compiled_reader(config: CompileConfig, device: torch.device) -> BlocksReader:
     """`read_blocks` compiled as ``config`` says, for models on ``device``.
 
     Its ``mode`` "reduce-overhead", the default, stands for none: CUDA graphs write a call's results over the last
@@ -49,7 +62,7 @@ def compiled_reader(config: CompileConfig, device: torch.device) -> Callable:
     on_cpu = device.type == "cpu" and options["backend"] == "inductor"
     if on_cpu and options["options"] is None and options["mode"] is None:
         options["options"] = {"post_grad_custom_pre_pass": _vector_products_pass()}
-    return torch.compile(read_blocks, **options)
+    return BlocksReader(stays_open, torch.compile(read_blocks, **options))
 
 
 def stays_open(hidden_states: torch.Tensor, plan: LayerPlan, state: TitansLayerState | None) -> bool:

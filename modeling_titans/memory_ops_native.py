@@ -11,7 +11,7 @@ import ctypes
 import torch
 from torch.autograd.function import once_differentiable
 
-from .native_library import native_library
+from .native_library import native_library, pointers
 from .scan_inputs import ScanInputs, ScanOptions, ScanResult
 
 
@@ -94,7 +94,7 @@ class _NativeScan(torch.autograd.Function):
         gradients = [_by_token(t) for t in flat[:6]]
         gradients += [t if t is None or t.dtype == torch.bool else torch.empty_like(t) for t in flat[6:]]
         sizes, eps = _sizes(inputs, options, output_bar)
-        facts = (sizes, eps, flat[0].element_size(), _pointers(flat), _pointers(given), _pointers(gradients))
+        facts = (sizes, eps, flat[0].element_size(), pointers(flat), pointers(given), pointers(gradients))
         _run(native_library(SOURCE).titans_backward, *facts)
         return None, *(t if t is not None and t.is_floating_point() else None for t in gradients)
 
@@ -113,8 +113,8 @@ def _forward(inputs: ScanInputs, options: ScanOptions, keep: bool):
         kept = inputs.k.new_empty(rows, library.titans_kept_size(sizes, ctypes.c_int64(item_size)))
     if options.write:
         state = [torch.empty_like(t) for t in (*inputs.weights, *inputs.momentum)]
-    outputs = _pointers([output, surprise, kept, *state])
-    _run(library.titans_forward, sizes, eps, item_size, _pointers(inputs.flatten()), outputs)
+    outputs = pointers([output, surprise, kept, *state])
+    _run(library.titans_forward, sizes, eps, item_size, pointers(inputs.flatten()), outputs)
     return [output, *state, *([surprise] if options.surprise else [])], kept
 
 
@@ -134,12 +134,8 @@ def _sizes(inputs: ScanInputs, options: ScanOptions, output_bar: torch.Tensor) -
     return (ctypes.c_int64 * len(sizes))(*map(int, sizes)), options.norm_eps
 
 
-def _pointers(tensors: list[torch.Tensor | None]) -> ctypes.Array:
-    return (ctypes.c_void_p * len(tensors))(*(None if t is None else t.data_ptr() for t in tensors))
-
-
-def _run(function, sizes: ctypes.Array, eps: float, item_size: int, *pointers: ctypes.Array) -> None:
+def _run(function, sizes: ctypes.Array, eps: float, item_size: int, *places: ctypes.Array) -> None:
     """ctypes lets go of the interpreter's lock meanwhile."""
     threads = ctypes.c_int64(torch.get_num_threads())
-    if function(sizes, ctypes.c_double(eps), ctypes.c_int64(item_size), *pointers, threads):
+    if function(sizes, ctypes.c_double(eps), ctypes.c_int64(item_size), *places, threads):
         raise MemoryError("the native memory op found no memory for its buffers")

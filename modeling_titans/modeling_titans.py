@@ -21,7 +21,7 @@ from transformers.utils.output_capturing import capture_outputs
 from .attention_titans import TitansRotaryEmbedding, check_implementation, returns_weights
 from .cache_titans import TitansCache
 from .call_plan import Columns, Progress, plan_columns
-from .compiled_decoding import compiled_reader, read_blocks, stays_open
+from .compiled_decoding import BlocksReader, compiled_reader, read_blocks
 from .configuration_titans import TitansConfig
 from .decoder_layer import TitansDecoderLayer
 from .generation_titans import TitansGenerationMixin
@@ -29,7 +29,7 @@ from .kept_plan import KeptCounts
 from .layer_plan import plan_layers
 from .layer_state import Sealed
 from .memory_layer import TitansRMSNorm
-from .native_blocks import native_reader, read_blocks_natively, suits
+from .native_blocks import native_reader
 
 
 # While a cache records its past, a call longer than LONG_CALL keeps a state ROLLBACK columns before its end: a crop
@@ -192,20 +192,19 @@ class TitansModel(TitansPreTrainedModel):
         cache,
         output_surprise: bool,
         output_attentions: bool = False,
-        reader: Callable | None = None,
+        reader: BlocksReader | None = None,
     ):
         """All blocks over (B, T, hidden_size), then the cache's advance.
 
-        ``reader``: another form of `read_blocks` for calls that it suits, `read_blocks_natively` or a compiled one.
-        Returns the stream, and for each layer its inner losses and attention weights.
+        ``reader``: another form of `read_blocks`, in C++ or compiled. Returns the stream, and for each layer its
+        inner losses and attention weights.
         """
         blocks = self._blocks()
         states = [None if cache is None else kept.state for kept in (blocks if cache is None else cache.layers)]
         plan = self._plan(hidden_states, columns, states[0])
-        fits = suits if reader is read_blocks_natively else stays_open
         read = read_blocks
-        if reader is not None and fits(hidden_states, plan.content, states[0]):
-            read = reader
+        if reader is not None and reader.fits(hidden_states, plan.content, states[0]):
+            read = reader.read
         sealed = [Sealed(state) for state in states]
         streams, outputs = read(blocks, hidden_states, sealed, plan, output_surprise, output_attentions)
         if cache is not None:

@@ -4,6 +4,7 @@
 // that read it have in common.
 #pragma once
 
+#include "native_arena.h"
 #include "native_rows.h"
 #include "native_team.h"
 
@@ -14,7 +15,7 @@ struct BlockSizes {
   int64_t variant, rows, width, intermediate, persistent;
   int64_t heads, dim, hidden, depth, taps, pending, dot, sliding, chunk_gates, residual, silu_gating, closes;
   int64_t attention_heads, key_value_heads, head_dim, kept, kept_later;
-  double rms_eps, norm_eps, max_lr, max_forget, scaling;
+  double rms_eps, norm_eps, unit_eps, max_lr, max_forget, scaling;
 
   long inner() const { return heads * dim; }
   long attention_width() const { return attention_heads * head_dim; }
@@ -23,6 +24,7 @@ struct BlockSizes {
   long layer_width(long l) const { return l == 0 || l == depth ? dim : hidden; }
 };
 
+// In the order of `configuration_titans.CHOICES`.
 enum Variant { kLmm, kMal, kMag, kMac };
 
 // Tensors in the order in which they are given; absent ones are null.
@@ -129,7 +131,7 @@ struct OwnBuffers {
   // Of a head of the memory: vectors, scores of an open chunk's tokens, the layers' activations and their slopes.
   T *q, *k, *v, *answer, *error, *wide, *other_wide, *slopes, *scores;
   // Of a head of attention.
-  T *query, *plain_query, *weights;
+  T *query, *weights;
 
   OwnBuffers(Cutter& cutter, const BlockSizes& s) {
     stream = cutter.take<T>(s.rows * s.width), mixed = cutter.take<T>(s.rows * s.width);
@@ -138,7 +140,7 @@ struct OwnBuffers {
     const long widest = std::max(s.dim, s.hidden);
     wide = cutter.take<T>(widest), other_wide = cutter.take<T>(widest), slopes = cutter.take<T>(s.depth * widest);
     scores = cutter.take<T>(std::max(widest, s.pending + 1));
-    query = cutter.take<T>(s.head_dim), plain_query = cutter.take<T>(s.head_dim);
+    query = cutter.take<T>(s.head_dim);
     weights = cutter.take<T>(s.persistent + 2 * (s.kept + 1));
   }
 };

@@ -30,7 +30,7 @@ class BlockAttention {
   }
 
  private:
-  // Keys or values of a row and head that were kept, a new one, and where they are kept for the next token.
+  // Keys or values of a row and head: those that were kept, and the new one.
   struct Kept {
     Rows<const T> old;
     const T* newest;

@@ -24,7 +24,7 @@ class BlockMemory {
     member_.wait();
     member_.each_head(s.heads, [&](long row, long head) {
       convolve(row, head, 0, before.segment_tail, after.segment_tail, s.inner(), own.q);
-      make_unit(own.q, s.dim);
+      make_unit(own.q, T(s.unit_eps), s.dim);
       answer(row, head, [&](long l, const T* x, T* z) {
         add_combination(x, layer_of(before.segment_weights, l, unit(row, head)), s.layer_width(l),
                         s.layer_width(l + 1), z);
@@ -48,7 +48,7 @@ class BlockMemory {
       T* const vectors[] = {own.q, own.k, own.v};
       for (int part = 0; part < 3; ++part) {
         convolve(row, head, part * s.inner(), before.tail, after.tail, 3 * s.inner(), vectors[part]);
-        if (part < 2) make_unit(vectors[part], s.dim);
+        if (part < 2) make_unit(vectors[part], T(s.unit_eps), s.dim);
       }
       write(row, head);
       read(row, head);

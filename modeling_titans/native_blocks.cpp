@@ -23,7 +23,7 @@ class BlockReader {
     if (s.variant == kMal) remember_and_attend();
     if (s.variant == kMag) attend_gated(false);
     if (s.variant == kMac) attend_gated(true);
-    add_to_stream(own.mixed);
+    add(own.stream, own.mixed, own.stream);
     feed_forward();
   }
 
@@ -37,8 +37,8 @@ class BlockReader {
   BlockAttention<T> attention_;
 
   long size() const { return s.rows * s.width; }
-  void add_to_stream(const T* x) {
-    map(size(), own.stream, [](Vec<T> a, Vec<T> b) { return a + b; }, own.stream, x);
+  void add(const T* x, const T* y, T* sum) const {
+    map(size(), sum, [](Vec<T> a, Vec<T> b) { return a + b; }, x, y);
   }
 
   void remember_alone() {
@@ -49,12 +49,11 @@ class BlockReader {
 
   void remember_and_attend() {
     remember_alone();
-    const auto plus = [](Vec<T> a, Vec<T> b) { return a + b; };
-    map(size(), own.tokens, plus, own.stream, own.mixed);
+    add(own.stream, own.mixed, own.tokens);
     member_.norm(own.tokens, w.pre_attention_norm, s.rows, own.tokens);
     member_.norm(w.persistent, w.pre_attention_norm, s.persistent, own.tokens + size());
     attention_.attend(false);
-    map(size(), own.mixed, plus, own.mixed, shared.attention);
+    add(own.mixed, shared.attention, own.mixed);
   }
 
   // What the attention says, gated by the memory. If the memory is attention's context, it is written with what the
@@ -87,7 +86,7 @@ class BlockReader {
     member_.wait();
     member_.project(w.down, shared.mlp_gate, shared.mlp);
     member_.wait();
-    add_to_stream(shared.mlp);
+    add(own.stream, shared.mlp, own.stream);
   }
 };
 

@@ -9,9 +9,9 @@ than the weights take to be read. It is for whole models with ``memory_backend="
 Shapes: B rows, H heads, D head dimension, P tokens in the open chunk, K kept keys.
 """
 
-import array
 import ctypes
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -19,9 +19,10 @@ from torch.nn.modules.module import _has_any_global_hook
 from transformers.activations import ACT2FN
 
 from .attention_titans import TitansAttention
+from .blockwise import EPS
 from .chunk_decode import empty_chunk
-from .compiled_decoding import read_blocks
-from .configuration_titans import TitansConfig
+from .compiled_decoding import BlocksReader, read_blocks
+from .configuration_titans import CHOICES, TitansConfig
 from .decoder_layer import (
     TitansCombination,
     TitansDecoderLayer,
@@ -33,14 +34,13 @@ from .layer_plan import LayerPlan
 from .layer_state import AttentionState, Sealed, TitansLayerState
 from .memory_layer import TitansGate, TitansNeuralMemory, TitansRMSNorm, TitansStartWeights
 from .memory_state import MemoryState, NeuralMemoryState, OpenChunk, PendingTokens, SegmentState
-from .native_library import native_library
+from .native_library import native_library, pointers
 from .scan_inputs import RULES
 from .short_calls import TitansConvolution, is_short
 from .token_layout import TokenLayout
 
 
 SOURCE = "native_blocks.cpp"
-VARIANTS = ("lmm", "mal", "mag", "mac")
 SILU, SIGMOID = (type(ACT2FN[name]) for name in ("silu", "sigmoid"))
 # What a block consists of. An adapter's or quantizer's layer has a class of its own.
 PLAIN = {
@@ -68,13 +68,14 @@ class Sizes(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("heads", "dim", "hidden", "depth", "taps", "pending")),
         *((name, ctypes.c_int64) for name in ("dot", "sliding", "chunk_gates", "residual", "silu_gating", "closes")),
         *((name, ctypes.c_int64) for name in ("attention_heads", "key_value_heads", "head_dim", "kept", "kept_later")),
-        *((name, ctypes.c_double) for name in ("rms_eps", "norm_eps", "max_lr", "max_forget", "scaling")),
+        *((name, ctypes.c_double) for name in ("rms_eps", "norm_eps", "unit_eps", "max_lr", "max_forget", "scaling")),
     ]
 
 
-def native_reader(config: TitansConfig) -> Callable | None:
+def native_reader(config: TitansConfig) -> BlocksReader | None:
     """`read_blocks_natively` for the models that C++ reads, else None."""
-    return read_blocks_natively if config.memory_backend == "native" and config.memory_caching is None else None
+    is_native = config.memory_backend == "native" and config.memory_caching is None
+    return BlocksReader(suits, read_blocks_natively) if is_native else None
 
 
 def suits(hidden_states: torch.Tensor, plan: LayerPlan, state: TitansLayerState | None) -> bool:
@@ -115,13 +116,12 @@ def read_blocks_natively(
         for t in (*given, *_tensors(state))
     ]
     hidden_states, *cos_sin = (t.contiguous() for t in (hidden_states, *_position_embeddings(plan, hidden_states)))
-    pointers = array.array("Q", [0 if t is None else t.data_ptr() for t in tensors])
     streams = hidden_states.new_empty(len(layers), *hidden_states.shape)
     failed = library.titans_read_blocks(
         ctypes.byref(sizes),
         ctypes.c_int64(len(layers)),
         ctypes.c_int64(hidden_states.element_size()),
-        ctypes.c_void_p(pointers.buffer_info()[0]),
+        pointers(tensors),
         *(ctypes.c_void_p(t.data_ptr()) for t in (*cos_sin, hidden_states, streams)),
         ctypes.c_int64(torch.get_num_threads()),
     )
@@ -184,7 +184,7 @@ def _sizes(layer: TitansDecoderLayer, hidden_states: torch.Tensor, state: Titans
     fields = vars(layer.memory.config)
     rule = RULES[fields["memory_rule"]]
     sizes = Sizes(
-        variant=VARIANTS.index(layer.variant),
+        variant=CHOICES["variant"].index(layer.variant),
         rows=hidden_states.shape[0],
         width=hidden_states.shape[2],
         intermediate=layer.mlp.gate_proj.weight.shape[0],
@@ -203,6 +203,7 @@ def _sizes(layer: TitansDecoderLayer, hidden_states: torch.Tensor, state: Titans
         closes=memory.count + 1 == _layout(plan).chunk_size,
         rms_eps=fields["rms_norm_eps"],
         norm_eps=1e-6,
+        unit_eps=EPS,
         max_lr=fields["memory_max_lr"],
         max_forget=fields["memory_max_forget"],
     )
@@ -283,7 +284,7 @@ def _room_behind(states: list[TitansLayerState], sizes: Sizes) -> list[TitansLay
         *(_room(t, len(states), shape) for t in kept),
         *(_room(t, len(states), () if t is None else t.shape) for t in tails),
     ]
-    return [_state_in(state, room, sizes) for state, *room in zip(states, *columns, strict=True)]
+    return [_state_in(state, iter(room), sizes) for state, *room in zip(states, *columns, strict=True)]
 
 
 def _longer(t: torch.Tensor, dim: int) -> list[int]:
@@ -296,15 +297,20 @@ def _room(t: torch.Tensor | None, number: int, shape: Sequence[int]) -> Sequence
     return [None] * number if t is None else t.new_empty(number, *shape).unbind()
 
 
-def _state_in(state: TitansLayerState, room: list[torch.Tensor | None], sizes: Sizes) -> TitansLayerState:
+def _state_in(state: TitansLayerState, room: Iterator[torch.Tensor | None], sizes: Sizes) -> TitansLayerState:
     """A block's state behind the call in the room that is made for it."""
+
+    def take(number: int) -> tuple[torch.Tensor | None, ...]:
+        return tuple(itertools.islice(room, number))
+
     memory, attention, segment = state.memory.memory, state.attention, state.segment
     weights, momentum = memory.weights, memory.momentum
     if sizes.closes:
         weights, momentum = (tuple(map(torch.empty_like, group)) for group in (weights, momentum))
-    depth, (*kept, tail, segment_tail) = len(weights), room[-6:]
-    chunk = OpenChunk(tuple(room[5 : 4 + depth]), tuple(room[4 + depth : 4 + 2 * depth]), *room[4 + 2 * depth : -6])
-    memory = MemoryState(weights, momentum, PendingTokens(*room[:5]), memory.count + 1, chunk)
+    pending = PendingTokens(*take(5))
+    chunk = OpenChunk(take(len(weights) - 1), take(len(weights)), *take(3))
+    memory = MemoryState(weights, momentum, pending, memory.count + 1, chunk)
+    *kept, tail, segment_tail = room
     if attention is not None:
         attention = AttentionState(*kept, sizes.kept_later)
     if segment is not None:

@@ -3,6 +3,7 @@
 // What the forward keeps for the backward: states now and then, and of each chunk what its products with a state gave.
 #pragma once
 
+#include "native_arena.h"
 #include "native_network.h"
 
 namespace titans {

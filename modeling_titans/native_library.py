@@ -6,6 +6,7 @@ The libraries know neither Python nor PyTorch: they take raw pointers through ct
 needed.
 """
 
+import array
 import ctypes
 import functools
 import hashlib
@@ -16,7 +17,10 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
+
+import torch
 
 
 logger = logging.getLogger(__name__)
@@ -50,6 +54,13 @@ def native_library(source: str, *defines: str) -> ctypes.CDLL:
         logger.warning(f"Compiling {source} into {library}; this happens once and takes about ten seconds")
         _build([*command, str(folder / source)], library)
     return ctypes.CDLL(str(library))
+
+
+def pointers(tensors: Iterable[torch.Tensor | None]) -> ctypes.Array:
+    """Where the tensors' numbers lie, null for None; the tensors themselves are the caller's to keep."""
+    addresses = array.array("Q", [0 if t is None else t.data_ptr() for t in tensors])
+    # Made from the list of addresses itself, ctypes would take four times as long.
+    return (ctypes.c_void_p * len(addresses)).from_buffer(addresses)
 
 
 def _compiler() -> list[str]:

@@ -6,7 +6,6 @@
 #include <array>
 #include <initializer_list>
 
-#include "native_arena.h"
 #include "native_vectors.h"
 
 namespace titans {

@@ -3,6 +3,7 @@
 // Matrix products of operands rounded to bfloat16, summed in float32: in pairs where the processor multiplies them so.
 #pragma once
 
+#include "native_arena.h"
 #include "native_network.h"
 
 #if defined(__AVX512BF16__) && !defined(TITANS_NO_BFLOAT16)

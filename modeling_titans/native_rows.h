@@ -5,7 +5,6 @@
 
 #include <array>
 
-#include "native_arena.h"
 #include "native_vectors.h"
 
 namespace titans {
@@ -52,23 +51,13 @@ inline void map(long n, T* y, F f, const X*... x) {
   each_vector<T>(n, [&](long i, auto count) { store_some(y + i, f(load_some(x + i, count)...), count); });
 }
 
-template <class T>
-inline T total_of(Vec<T> x) {
-  T part[kLanes<T>];
-  store_anywhere(part, x);
-  for (int half = kLanes<T> / 2; half; half /= 2) {
-    for (int i = 0; i < half; ++i) part[i] += part[i + half];
-  }
-  return part[0];
-}
-
 // The sum of f(x...).
 template <class T, class F, class... X>
 inline T sum_of_map(long n, F f, const T* x, const X*... others) {
   Vec<T> sum = {};
   // Numbers behind the last one are 0 in each vector: f must be 0 there.
   each_vector<T>(n, [&](long i, auto count) { sum += f(load_some(x + i, count), load_some(others + i, count)...); });
-  return total_of<T>(sum);
+  return sum_of<T>(sum);
 }
 
 template <class T>
@@ -218,10 +207,10 @@ void layer_norm_jacobian(T* y, const T* x_hat, T rstd, long n) {
   map(n, y, [=](Vec<T> a, Vec<T> b) { return (a - mean - b * along) * rstd; }, y, x_hat);
 }
 
-// x with length 1, in place.
+// x with length 1, in place, unless it is shorter than eps.
 template <class T>
-void make_unit(T* x, long n) {
-  const T factor = 1 / std::max(std::sqrt(sum_of_squares(x, n)), T(1e-6));
+void make_unit(T* x, T eps, long n) {
+  const T factor = 1 / std::max(std::sqrt(sum_of_squares(x, n)), eps);
   map(n, x, [=](Vec<T> a) { return a * factor; }, x);
 }
 
