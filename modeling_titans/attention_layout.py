@@ -123,17 +123,18 @@ class AttentionLayout(TensorTable):
             is_segment: whether W tokens are a segment, at whose end everything kept is dropped. Then T tokens, at most
                 W with the kept ones, are all of one document, and the keys are there twice.
         """
-        if mask is None:
-            rows = _Rows.alike(shape, device, window, count)
-        else:
+        sees_all = implementation == "sdpa" and mask is None and shape[1] == 1
+        if mask is not None:
             rows = _Rows.of(mask, documents, window, count, num_kept)
+        elif not sees_all:
+            rows = _Rows.alike(shape, device, window, count)
         blocks, sequences, attention_mask = None, None, None
         parts = (num_kept + shape[1],)
         if is_segment and implementation == "sdpa" and not torch.compiler.is_compiling():
             parts = _parts(num_kept, shape[1])
         if implementation in FLASH:
             sequences = rows.sequences()
-        elif not (implementation == "sdpa" and mask is None and shape[1] == 1):
+        elif not sees_all:
             if implementation != "eager" and shape[1] > window:
                 blocks = rows.blocks()
             visible = rows.visible() if blocks is None else rows.visible_in(blocks)
@@ -147,7 +148,10 @@ class AttentionLayout(TensorTable):
                 )
                 if blocks is None:
                     attention_mask = attention_mask.expand(shape[0], -1, -1, -1)
-        source, kept = rows.kept(is_segment, kept_later)
+        total = num_kept + shape[1]
+        source, kept = None, total % window if is_segment else min(total, window - 1)
+        if mask is not None:
+            source, kept = rows.kept(is_segment, kept_later)
         return cls(window, count, num_kept, mask, attention_mask, blocks, sequences, parts, source, kept)
 
     def keep(self, keys: torch.Tensor) -> torch.Tensor:
@@ -253,11 +257,8 @@ class _Rows:
         cu_queries, cu_keys = (_borders(t) for t in (length, keys))
         return Sequences(queries, places, cu_queries, cu_keys, *longest, cu_queries[[0, -1]])
 
-    def kept(self, is_segment: bool, width: int) -> tuple[torch.Tensor | None, int | torch.Tensor]:
-        """Where the keys to keep stand, in ``width`` places if rows differ, and how many they are."""
-        if self.documents is None:
-            total = self.num_kept + self.shape[1]
-            return None, (total % self.window if is_segment else min(total, self.window - 1))
+    def kept(self, is_segment: bool, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of rows that differ: where the keys to keep stand, in ``width`` places, and how many they are."""
         last = self.documents.index[:, -1:]
         total = self.documents.length.gather(1, last).squeeze(1) + torch.where(last[:, 0] == 0, self.count, 0)
         count = total % self.window if is_segment else total.clamp(max=self.window - 1)

@@ -52,8 +52,7 @@ class TitansRotaryEmbedding(nn.Module):
         dtype = torch.float32 if position.device.type == "mps" else torch.float64
         target = torch.promote_types(hidden_states.dtype, torch.float32)
         frequencies, _ = rope_frequencies(self.config, position.device, dtype)
-        angles = position.unsqueeze(-1).to(dtype) * frequencies
-        angles = torch.cat([angles, angles], -1)
+        angles = position.unsqueeze(-1) * torch.cat([frequencies, frequencies])
         return torch.cos(angles).to(target), torch.sin(angles).to(target)
 
 
@@ -63,9 +62,9 @@ def rope_frequencies(config: TitansConfig, device=None, dtype=torch.float64) -> 
     if parameters["rope_type"] not in ("default", "linear"):
         frequencies, scale = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, device)
         return frequencies.to(dtype), scale
-    exponent = torch.arange(0, config.head_dim, 2, device=device, dtype=dtype) / config.head_dim
-    factor = parameters["factor"] if parameters["rope_type"] == "linear" else 1.0
-    return parameters["rope_theta"] ** -exponent / factor, 1.0
+    number, theta = config.head_dim // 2, parameters["rope_theta"]
+    frequencies = torch.logspace(0, 1 / number - 1, number, base=theta, device=device, dtype=dtype)
+    return (frequencies / parameters["factor"] if parameters["rope_type"] == "linear" else frequencies), 1.0
 
 
 def check_implementation(implementation: str) -> None:

@@ -27,8 +27,7 @@ class TitansCacheLayer(CacheLayerMixin):
     """One block's state, and while past recording is on the layer's inputs since a state to go back to.
 
     Attributes:
-        state: the state after all columns fed; None before the first, or after a crop until the next forward has
-            rebuilt it.
+        sealed: `state` as blocks take and give it, or None where there is none.
         inputs: (B, R, hidden_size) inputs of the block since recording began, or None.
         marks: states on the way, each with the number of inputs before it; the first one is where recording began.
             None stands for the start state.
@@ -42,7 +41,7 @@ class TitansCacheLayer(CacheLayerMixin):
 
     def __init__(self):
         super().__init__()
-        self.state: TitansLayerState | None = None
+        self.sealed: Sealed | None = None
         self.inputs: torch.Tensor | None = None
         self.marks: list[tuple[int, TitansLayerState | None]] = [(0, None)]
         self.columns = 0
@@ -56,13 +55,23 @@ class TitansCacheLayer(CacheLayerMixin):
         raise NotImplementedError("a Titans block hands its whole state over, it does not update keys and values")
 
     @property
+    def state(self) -> TitansLayerState | None:
+        """The state after all columns fed; None before the first, or after a crop until the next forward has rebuilt
+        it."""
+        return None if self.sealed is None else self.sealed.content
+
+    @state.setter
+    def state(self, state: TitansLayerState | None) -> None:
+        self.sealed = None if state is None else Sealed(state)
+
+    @property
     def needs_replay(self) -> bool:
         """Whether a crop has left inputs that the memory must read again."""
-        return self.state is None and self.inputs is not None
+        return self.sealed is None and self.inputs is not None
 
     def advance(self, state: Sealed, num_columns: int, inputs: torch.Tensor | None) -> None:
         """Stores the state after a call; ``inputs`` (B, T, hidden_size) are needed while past recording is on."""
-        self.state = state.content if state.is_owned else self._settled(state.content)
+        self.sealed = state if state.is_owned else Sealed(self._settled(state.content))
         self.columns += num_columns
         self.is_initialized = True
         if self.record_past:

@@ -117,7 +117,10 @@ def plan_columns(
         return None
     progress = Progress.start(shape[0], device) if progress is None else progress
     mask = _real_columns(attention_mask, shape, num_past, device)
-    rank = mask.long().cumsum(1)
+    if attention_mask is None:
+        rank = torch.arange(1, shape[1] + 1, device=device)[None]
+    else:
+        rank = mask.long().cumsum(1)
     position = progress.position[:, None] + rank
     may_restart = any(x is not None for x in (position_ids, cu_seq_lens, seq_idx))
     if not may_restart:

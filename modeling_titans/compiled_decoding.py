@@ -16,7 +16,7 @@ from torch import nn
 from transformers.generation.configuration_utils import CompileConfig
 
 from .layer_plan import LayerPlan
-from .layer_state import Sealed, TitansLayerState
+from .layer_state import Sealed
 
 
 def read_blocks(
@@ -46,7 +46,7 @@ class BlocksReader(NamedTuple):
         read: in place of `read_blocks`.
     """
 
-    fits: Callable[[torch.Tensor, LayerPlan, TitansLayerState | None], bool]
+    fits: Callable[[torch.Tensor, LayerPlan, Sealed], bool]
     read: Callable
 
 
@@ -65,9 +65,9 @@ def compiled_reader(config: CompileConfig, device: torch.device) -> BlocksReader
     return BlocksReader(stays_open, torch.compile(read_blocks, **options))
 
 
-def stays_open(hidden_states: torch.Tensor, plan: LayerPlan, state: TitansLayerState | None) -> bool:
+def stays_open(hidden_states: torch.Tensor, plan: LayerPlan, state: Sealed) -> bool:
     """Whether a call is one that the compiled form is for: a token in each row behind others of its open chunk."""
-    if hidden_states.shape[1] != 1 or state is None or state.memory.memory.chunk is None:
+    if hidden_states.shape[1] != 1 or state.content is None or state.content.memory.memory.chunk is None:
         return False
     layout = plan.memory
     if plan.segments is not None:

@@ -9,7 +9,7 @@ import torch
 from .attention_layout import AttentionLayout
 from .call_plan import Columns
 from .configuration_titans import TitansConfig
-from .kept_plan import KeptCounts
+from .layer_state import LayerCounts
 from .memory_caching import CachingOptions
 from .segment_plan import SegmentOptions, SegmentPlan, plan_segments
 from .token_layout import TensorTable, TokenLayout
@@ -37,10 +37,7 @@ def plan_layers(
     config: TitansConfig,
     hidden_states: torch.Tensor,
     columns: Columns | None,
-    memory_count: int | torch.Tensor,
-    attention_count: int | torch.Tensor,
-    num_kept: int,
-    kept: KeptCounts,
+    counts: LayerCounts,
     rotary_embedding,
 ) -> LayerPlan:
     """Plans a call.
@@ -49,10 +46,7 @@ def plan_layers(
         config: the model's.
         hidden_states: (B, T, hidden_size), for its shape, device and dtype.
         columns: what the columns are; None: T real tokens in each row and nothing read before.
-        memory_count: tokens pending in the memories' open chunks (`MemoryState.count`).
-        attention_count: keys that attention has kept (`AttentionState.count`).
-        num_kept: places that the state has for them.
-        kept: how far memory caching is; without it, without a meaning.
+        counts: how far the blocks have read before.
         rotary_embedding: a `TitansRotaryEmbedding`, or None in `lmm`.
     """
     shape, device = tuple(hidden_states.shape[:2]), hidden_states.device
@@ -60,7 +54,7 @@ def plan_layers(
     # What is kept grows at a segment's end, which a traced graph must know: there it has to be a matter of numbers.
     are_plain = columns is None or (caching is not None and columns.are_plain)
     mask, starts = (None, None) if are_plain else columns.exceptions()
-    ragged = any(x is not None for x in (mask, starts)) or not isinstance(memory_count, int)
+    ragged = any(x is not None for x in (mask, starts)) or not isinstance(counts.memory, int)
     if ragged and mask is None:
         mask = columns.mask
     cos_sin = None
@@ -75,27 +69,27 @@ def plan_layers(
             config._attn_implementation,
             caching,
         )
-        segments = plan_segments(options, shape, attention_count, num_kept, kept, cos_sin, mask, starts)
+        segments = plan_segments(options, shape, *counts[1:], cos_sin, mask, starts)
         return LayerPlan(segments=segments)
     memory = None
     if columns is not None or caching is not None:
-        memory = TokenLayout.build(mask, starts, count=memory_count, chunk_size=config.memory_chunk_size, shape=shape)
+        memory = TokenLayout.build(mask, starts, count=counts.memory, chunk_size=config.memory_chunk_size, shape=shape)
     if caching is not None:
-        memory = caching.plan(memory, kept, shape, device)
+        memory = caching.plan(memory, counts.kept, shape, device)
     if config.variant == "lmm":
         return LayerPlan(memory)
     kept_later = config.sliding_window - 1
     if not torch.compiler.is_compiling():
         # Only as many places as may be taken; a trace, in which lengths are compiled in, makes room for all at once.
-        kept_later = min(kept_later, num_kept + shape[1])
+        kept_later = min(kept_later, counts.num_kept + shape[1])
     attention = AttentionLayout.build(
         shape,
         device,
         window=config.sliding_window,
         implementation=config._attn_implementation,
         num_persistent=config.num_persistent_tokens,
-        count=attention_count,
-        num_kept=num_kept,
+        count=counts.attention,
+        num_kept=counts.num_kept,
         kept_later=kept_later,
         mask=mask,
         documents=memory.documents if ragged else None,

@@ -6,7 +6,27 @@ from typing import NamedTuple
 
 import torch
 
+from .kept_plan import KeptCounts
 from .memory_state import NeuralMemoryState, SegmentState, map_tensors
+
+
+class LayerCounts(NamedTuple):
+    """How far a block has read: what the plan of a call begins with.
+
+    Attributes:
+        memory: tokens pending in the memory's open chunk (`MemoryState.count`).
+        attention: keys that attention has kept (`AttentionState.count`).
+        num_kept: places that the state has for them.
+        kept: how far memory caching is; without it, without a meaning.
+    """
+
+    memory: int | torch.Tensor
+    attention: int | torch.Tensor
+    num_kept: int
+    kept: KeptCounts
+
+
+NOTHING_READ = LayerCounts(0, 0, 0, KeptCounts(0, 0, 0))
 
 
 class Sealed:
@@ -30,6 +50,19 @@ class Sealed:
         if hasattr(self.content, "to"):
             return Sealed(self.content.to(device, **kwargs))
         return Sealed(map_tensors(lambda t: t.to(device, **kwargs), self.content))
+
+    @property
+    def counts(self) -> LayerCounts:
+        """Of a state, or of None: the state before any token."""
+        state = self.content
+        if state is None:
+            return NOTHING_READ
+        attention, num_kept, kept = 0, 0, NOTHING_READ.kept
+        if state.attention is not None:
+            attention, num_kept = state.attention.count, state.attention.keys.shape[2]
+        if state.memory.kept is not None:
+            kept = state.memory.kept.counts
+        return LayerCounts(state.memory.memory.count, attention, num_kept, kept)
 
 
 class AttentionState(NamedTuple):

@@ -25,7 +25,6 @@ from .compiled_decoding import BlocksReader, compiled_reader, read_blocks
 from .configuration_titans import TitansConfig
 from .decoder_layer import TitansDecoderLayer
 from .generation_titans import TitansGenerationMixin
-from .kept_plan import KeptCounts
 from .layer_plan import plan_layers
 from .layer_state import Sealed
 from .memory_layer import TitansRMSNorm
@@ -200,13 +199,13 @@ class TitansModel(TitansPreTrainedModel):
         inner losses and attention weights.
         """
         blocks = self._blocks()
-        states = [None if cache is None else kept.state for kept in (blocks if cache is None else cache.layers)]
+        held = [None] * len(blocks) if cache is None else [kept.sealed for kept in cache.layers]
+        states = [Sealed(None) if state is None else state for state in held]
         plan = self._plan(hidden_states, columns, states[0])
         read = read_blocks
         if reader is not None and reader.fits(hidden_states, plan.content, states[0]):
             read = reader.read
-        sealed = [Sealed(state) for state in states]
-        streams, outputs = read(blocks, hidden_states, sealed, plan, output_surprise, output_attentions)
+        streams, outputs = read(blocks, hidden_states, states, plan, output_surprise, output_attentions)
         if cache is not None:
             inputs = streams[:-1] if cache.is_recording else [None] * len(outputs)
             cache.advance(columns, [output[1] for output in outputs], inputs)
@@ -218,17 +217,9 @@ class TitansModel(TitansPreTrainedModel):
         number = self.config.num_hidden_layers
         return self.layers if number == len(self.layers) else self.layers[:number]
 
-    def _plan(self, hidden_states, columns: Columns | None, state) -> Sealed:
+    def _plan(self, hidden_states, columns: Columns | None, state: Sealed) -> Sealed:
         """The `LayerPlan` of a call that begins where a layer has this state."""
-        memory_count = 0 if state is None else state.memory.memory.count
-        attention_count, num_kept = 0, 0
-        if state is not None and state.attention is not None:
-            attention_count, num_kept = state.attention.count, state.attention.keys.shape[2]
-        kept = KeptCounts(0, 0, 0)
-        if state is not None and state.memory.kept is not None:
-            kept = state.memory.kept.counts
-        counts = (memory_count, attention_count, num_kept, kept)
-        return Sealed(plan_layers(self.config, hidden_states, columns, *counts, self.rotary_emb))
+        return Sealed(plan_layers(self.config, hidden_states, columns, state.counts, self.rotary_emb))
 
     def _read_with_mark(self, hidden_states, columns: Columns, cache: TitansCache, output_surprise: bool):
         """`_read` in two calls with a mark between them, so that a crop near the end of a long call is cheap."""
@@ -263,20 +254,23 @@ class TitansModel(TitansPreTrainedModel):
                 f"input_ids must be (batch_size, length) with at least one row and one token, "
                 f"got {tuple(input_ids.shape)}"
             )
-        # On an accelerator the check would wait for the device; there the embedding itself asserts.
-        if input_ids.device.type == "cpu" and not torch.compiler.is_compiling():
-            least, most = (t.item() for t in input_ids.aminmax())
-            if least < 0 or most >= self.embed_tokens.num_embeddings:
-                raise ValueError(
-                    f"input_ids must be in [0, vocab_size={self.embed_tokens.num_embeddings}), got "
-                    f"{least if least < 0 else most}: does the tokenizer belong to this model?"
-                )
-        return self.embed_tokens(input_ids)
+        try:
+            return self.embed_tokens(input_ids)
+        except IndexError as error:
+            # Looked at only behind a failure: a check of each token's id costs a good part of what its embedding does,
+            # and on an accelerator would wait for the device; there the embedding itself asserts.
+            number, (least, most) = self.embed_tokens.num_embeddings, (t.item() for t in input_ids.aminmax())
+            if 0 <= least and most < number:
+                raise
+            raise ValueError(
+                f"input_ids must be in [0, vocab_size={number}), got {least if least < 0 else most}: "
+                "does the tokenizer belong to this model?"
+            ) from error
 
     def _replay(self, cache: TitansCache) -> None:
         """After a crop: rebuilds the states from the recorded inputs that are left."""
         offset, base = cache.layers[0].marks[-1]
-        plan = self._plan(cache.layers[0].inputs[:, offset:], cache.columns_to_replay(), base)
+        plan = self._plan(cache.layers[0].inputs[:, offset:], cache.columns_to_replay(), Sealed(base))
         states = [
             layer(kept.inputs[:, offset:], state=Sealed(kept.marks[-1][1]), plan=plan, only_state=True)[1].content
             for layer, kept in zip(self._blocks(), cache.layers, strict=True)

@@ -10,11 +10,12 @@
 
 namespace titans {
 
-// `native_blocks.Sizes`. Letters: N persistent tokens, P tokens pending in the open chunk, K kept keys.
+// `native_blocks.Sizes`.
 struct BlockSizes {
   int64_t variant, rows, width, intermediate, persistent;
-  int64_t heads, dim, hidden, depth, taps, pending, dot, sliding, chunk_gates, residual, silu_gating, closes;
-  int64_t attention_heads, key_value_heads, head_dim, kept, kept_later;
+  int64_t heads, dim, hidden, depth, taps, pending, places, turn;
+  int64_t dot, sliding, chunk_gates, residual, silu_gating, closes;
+  int64_t attention_heads, key_value_heads, head_dim, first_kept, kept, kept_places;
   double rms_eps, norm_eps, unit_eps, max_lr, max_forget, scaling;
 
   long inner() const { return heads * dim; }
@@ -79,30 +80,54 @@ struct BlockWeights {
         gate(r, s.width, s.intermediate), up(r, s.width, s.intermediate), down(r, s.intermediate, s.width) {}
 };
 
-// The tensors of a `TitansLayerState`.
+// Numbers that a token changes as a whole, as they are and as they will be.
+template <class T>
+struct Turns {
+  T *now, *next;
+
+  // Two places of ``size`` numbers take turns.
+  Turns(T* room, long size, long turn)
+      : now(room ? room + turn * size : nullptr), next(room ? room + (1 - turn) * size : nullptr) {}
+};
+
+// The tensors of a `TitansLayerState`, with room for more tokens (`native_rooms.py`): ``places`` in the open chunk,
+// ``kept_places`` for keys.
 template <class T>
 struct BlockState {
-  T *const *weights, *const *momentum;
+  T *const *weights, *const *momentum, *const *segment_weights;
   T *k, *v, *theta, *alpha, *eta;
   T *const *inputs, *const *errors;
-  T *coefficient, *mixed, *past, *tail;
   T *keys, *values, *retrieved_keys, *retrieved_values;
-  T* const* segment_weights;
-  T* segment_tail;
+  Turns<T> coefficient, mixed, past, tail, segment_tail;
 
   BlockState(Reader<T>& r, const BlockSizes& s)
-      : weights(r.next(s.depth)), momentum(r.next(s.depth)), k(r.next()), v(r.next()), theta(r.next()),
-        alpha(r.next()), eta(r.next()), inputs(r.next(s.depth - 1)), errors(r.next(s.depth)), coefficient(r.next()),
-        mixed(r.next()), past(r.next()), tail(r.next()), keys(r.next()), values(r.next()), retrieved_keys(r.next()),
-        retrieved_values(r.next()), segment_weights(r.next(s.depth)), segment_tail(r.next()) {}
+      : weights(r.next(s.depth)), momentum(r.next(s.depth)), segment_weights(r.next(s.depth)), k(r.next()),
+        v(r.next()), theta(r.next()), alpha(r.next()), eta(r.next()), inputs(r.next(s.depth - 1)),
+        errors(r.next(s.depth)), keys(r.next()), values(r.next()), retrieved_keys(r.next()),
+        retrieved_values(r.next()), coefficient(r.next(), s.rows * s.heads, s.turn),
+        mixed(r.next(), s.rows * s.heads * (s.places + 1), s.turn),
+        past(r.next(), s.rows * s.heads * (s.places + 1), s.turn),
+        tail(r.next(), s.rows * (s.taps - 1) * 3 * s.inner(), s.turn),
+        segment_tail(r.next(), s.rows * (s.taps - 1) * s.inner(), s.turn) {}
+};
+
+// The weights and momentum behind a chunk.
+template <class T>
+struct NextChunk {
+  T *const *weights, *const *momentum;
+
+  NextChunk(Reader<T>& r, const BlockSizes& s) : weights(r.next(s.depth)), momentum(r.next(s.depth)) {}
 };
 
 template <class T>
 struct Block {
   BlockWeights<T> weights;
-  BlockState<T> before, after;
+  BlockState<T> state;
+  // Written if this token ends its chunk, else not there.
+  NextChunk<T> next;
 
-  Block(Reader<T>& r, const BlockSizes& s) : weights(r, s), before(r, s), after(r, s) {}
+  Block(Reader<T>& parameters, Reader<T>& states, Reader<T>& nexts, const BlockSizes& s)
+      : weights(parameters, s), state(states, s), next(nexts, s) {}
 };
 
 // What one thread computes and others read, behind a wait.
@@ -164,14 +189,6 @@ class Member {
   void each_head(long heads, F f) const {
     const Share part = team_.share(index_, s.rows * heads);
     for (long i = part.begin; i < part.end; ++i) f(i / heads, i % heads);
-  }
-
-  // This thread's part of what is copied for each row: n numbers from ``from`` on to a place with room for more.
-  void copy_rows(const T* from, long n, T* to, long to_stride) const {
-    const Share part = team_.share(index_, n);
-    for (long row = 0; row < s.rows; ++row) {
-      std::copy_n(from + row * n + part.begin, part.end - part.begin, to + row * to_stride + part.begin);
-    }
   }
 
   // This thread's part of y = x W^T + b for ``number`` rows of x; returns which part.

@@ -14,7 +14,7 @@ template <class T>
 class BlockMemory {
  public:
   BlockMemory(Member<T>& member, const Block<T>& block)
-      : member_(member), s(member.s), w(block.weights.memory), before(block.before), after(block.after),
+      : member_(member), s(member.s), w(block.weights.memory), state(block.state), next(block.next),
         own(member.own), shared(member.shared) {}
 
   // x (rows, width) -> shared.retrieved: the memory at the segment's start.
@@ -23,10 +23,10 @@ class BlockMemory {
     member_.project(w.gate, x, shared.output_gate);
     member_.wait();
     member_.each_head(s.heads, [&](long row, long head) {
-      convolve(row, head, 0, before.segment_tail, after.segment_tail, s.inner(), own.q);
+      convolve(row, head, 0, state.segment_tail, s.inner(), own.q);
       make_unit(own.q, T(s.unit_eps), s.dim);
       answer(row, head, [&](long l, const T* x, T* z) {
-        add_combination(x, layer_of(before.segment_weights, l, unit(row, head)), s.layer_width(l),
+        add_combination(x, layer_of(state.segment_weights, l, unit(row, head)), s.layer_width(l),
                         s.layer_width(l + 1), z);
       });
     });
@@ -42,12 +42,11 @@ class BlockMemory {
       if (gate.weight) member_.project(gate, x, s.rows, {shared.gates + part * s.heads, 3 * s.heads});
     }
     member_.project(w.gate, x, shared.output_gate);
-    copy_pending();
     member_.wait();
     member_.each_head(s.heads, [&](long row, long head) {
       T* const vectors[] = {own.q, own.k, own.v};
       for (int part = 0; part < 3; ++part) {
-        convolve(row, head, part * s.inner(), before.tail, after.tail, 3 * s.inner(), vectors[part]);
+        convolve(row, head, part * s.inner(), state.tail, 3 * s.inner(), vectors[part]);
         if (part < 2) make_unit(vectors[part], T(s.unit_eps), s.dim);
       }
       write(row, head);
@@ -61,7 +60,8 @@ class BlockMemory {
   Member<T>& member_;
   const BlockSizes& s;
   const MemoryWeights<T>& w;
-  const BlockState<T>&before, &after;
+  const BlockState<T>& state;
+  const NextChunk<T>& next;
   const OwnBuffers<T>& own;
   const SharedBuffers<T>& shared;
 
@@ -70,38 +70,36 @@ class BlockMemory {
     const long out = s.layer_width(l + 1);
     return {layers[l] + unit * s.layer_width(l) * out, out};
   }
-  // What (rows, heads, P + 1, width) holds of a head's tokens.
-  Rows<T> tokens_of(T* tensor, long unit, long width) const {
-    return {tensor + unit * (s.pending + 1) * width, width};
-  }
-  // The same of (rows, P + 1, heads, width).
+  // What (rows, heads, places, width) holds of a head's tokens.
+  Rows<T> tokens_of(T* tensor, long unit, long width) const { return {tensor + unit * s.places * width, width}; }
+  // The same of (rows, places, heads, width).
   Rows<T> tokens_of(T* tensor, long row, long head, long width) const {
-    return {tensor + (row * (s.pending + 1) * s.heads + head) * width, s.heads * width};
+    return {tensor + (row * s.places * s.heads + head) * width, s.heads * width};
   }
   Rows<T> inputs_of(long l, long row, long head) const {
-    return l ? tokens_of(after.inputs[l - 1], unit(row, head), s.layer_width(l)) : tokens_of(after.k, row, head, s.dim);
+    return l ? tokens_of(state.inputs[l - 1], unit(row, head), s.layer_width(l)) : tokens_of(state.k, row, head, s.dim);
   }
   Rows<T> errors_of(long l, long row, long head) const {
-    return tokens_of(after.errors[l], unit(row, head), s.layer_width(l + 1));
+    return tokens_of(state.errors[l], unit(row, head), s.layer_width(l + 1));
   }
 
   // silu of the convolution of a head's channels, which begin at ``part`` and the head, and the tail behind it.
-  void convolve(long row, long head, long part, const T* tail, T* new_tail, long channels, T* y) const {
+  void convolve(long row, long head, long part, const Turns<T>& tail, long channels, T* y) const {
     const long first = part + head * s.dim, reach = s.taps - 1;
     const T* x = shared.projected + row * 3 * s.inner() + first;
     if (!w.conv) {
       map(s.dim, y, silu<T>, x);
       return;
     }
-    const Rows<const T> old{tail + row * reach * channels + first, channels};
-    const Rows<T> next{new_tail + row * reach * channels + first, channels};
+    const Rows<const T> old{tail.now + row * reach * channels + first, channels};
+    const Rows<T> later{tail.next + row * reach * channels + first, channels};
     for (long c = 0; c < s.dim; ++c) {
       const T* taps = w.conv + (first + c) * s.taps;
       T sum = x[c] * taps[reach];
       for (long j = 0; j < reach; ++j) sum += old[j][c] * taps[j];
       y[c] = sum;
     }
-    for (long j = 0; j < reach; ++j) std::copy_n(j + 1 < reach ? old[j + 1] : x, s.dim, next[j]);
+    for (long j = 0; j < reach; ++j) std::copy_n(j + 1 < reach ? old[j + 1] : x, s.dim, later[j]);
     map(s.dim, y, silu<T>, y);
   }
 
@@ -113,25 +111,15 @@ class BlockMemory {
     return T(which == 1 ? s.max_forget : range) * sigmoid_of(shared.gates[(row * 3 + which) * s.heads + head]);
   }
 
-  void copy_pending() const {
-    const auto copy = [&](const T* old, T* next, long width) {
-      member_.copy_rows(old, s.pending * width, next, (s.pending + 1) * width);
-    };
-    copy(before.k, after.k, s.inner()), copy(before.v, after.v, s.inner());
-    copy(before.theta, after.theta, s.heads), copy(before.alpha, after.alpha, s.heads);
-    copy(before.eta, after.eta, s.heads);
-  }
-
-  // Puts the token into the open chunk, behind those that have been copied: its key, value and gates, its factors, and
-  // the coefficients.
+  // Puts the token into the open chunk: its key, value and gates, its factors, and the coefficients.
   void write(long row, long head) const {
-    std::copy_n(own.k, s.dim, tokens_of(after.k, row, head, s.dim)[s.pending]);
-    std::copy_n(own.v, s.dim, tokens_of(after.v, row, head, s.dim)[s.pending]);
+    std::copy_n(own.k, s.dim, tokens_of(state.k, row, head, s.dim)[s.pending]);
+    std::copy_n(own.v, s.dim, tokens_of(state.v, row, head, s.dim)[s.pending]);
     T gates[] = {gate(0, row, head), gate(1, row, head), gate(2, row, head)};
-    T* const nexts[] = {after.theta, after.alpha, after.eta};
-    for (int i = 0; i < 3; ++i) *tokens_of(nexts[i], row, head, 1)[s.pending] = gates[i];
+    T* const rooms[] = {state.theta, state.alpha, state.eta};
+    for (int i = 0; i < 3; ++i) *tokens_of(rooms[i], row, head, 1)[s.pending] = gates[i];
     // Where a chunk shares its gates, its first token's count.
-    for (int i = 0; i < 3 && s.chunk_gates; ++i) gates[i] = *tokens_of(nexts[i], row, head, 1)[0];
+    for (int i = 0; i < 3 && s.chunk_gates; ++i) gates[i] = *tokens_of(rooms[i], row, head, 1)[0];
     write_factors(row, head);
     write_coefficients(unit(row, head), gates[0], gates[1], gates[2]);
   }
@@ -139,25 +127,19 @@ class BlockMemory {
   // The factors of the inner gradient at the chunk's start weights, behind those of the chunk's other tokens.
   void write_factors(long row, long head) const {
     const long g = unit(row, head), P = s.pending, last = s.depth - 1;
-    const auto copy_old = [&](const T* old, Rows<T> next) {
-      std::copy_n(old + g * P * next.stride, P * next.stride, next.first);
-    };
     const T* a = own.k;
     for (long l = 0; l < last; ++l) {
-      const Rows<T> inputs = inputs_of(l + 1, row, head);
-      copy_old(before.inputs[l], inputs);
-      T *z = inputs[P], *slope = own.slopes + l * s.hidden;
-      product(a, before.weights, l, g, z);
+      T *z = inputs_of(l + 1, row, head)[P], *slope = own.slopes + l * s.hidden;
+      product(a, state.weights, l, g, z);
       map(s.hidden, slope, [](Vec<T> x) { return Gelu<T>(x).slope(); }, z);
       map(s.hidden, z, [](Vec<T> x) { return Gelu<T>(x).value(); }, z);
       a = z;
     }
-    for (long l = 0; l < s.depth; ++l) copy_old(before.errors[l], errors_of(l, row, head));
     T* error = errors_of(last, row, head)[P];
     write_error(a, head, g, error);
     for (long l = last; l > 0; --l) {
       T *below = errors_of(l - 1, row, head)[P], *slope = own.slopes + (l - 1) * s.hidden;
-      multiply_rows<T>(layer_of(before.weights, l, g), 0, s.hidden, {error, 0}, 1, s.layer_width(l + 1), {below, 0});
+      multiply_rows<T>(layer_of(state.weights, l, g), 0, s.hidden, {error, 0}, 1, s.layer_width(l + 1), {below, 0});
       map(s.hidden, below, [](Vec<T> x, Vec<T> y) { return x * y; }, below, slope);
       error = below;
     }
@@ -167,7 +149,7 @@ class BlockMemory {
   void write_error(const T* a, long head, long g, T* error) const {
     T* f = own.error;
     T rstd = 1;
-    if (!s.dot || w.norm_weight) product(a, before.weights, s.depth - 1, g, f);
+    if (!s.dot || w.norm_weight) product(a, state.weights, s.depth - 1, g, f);
     if (w.norm_weight) rstd = layer_norm(f, T(s.norm_eps), s.dim);
     if (s.dot) {
       map(s.dim, error, [](Vec<T> v) { return -v; }, own.v);
@@ -184,9 +166,10 @@ class BlockMemory {
   // One step of the recurrences of `chunk_decode.py`.
   void write_coefficients(long g, T theta, T alpha, T eta) const {
     const T c = 1 - alpha, d = eta, m = s.sliding ? 0 : eta, one = s.sliding ? 1 : theta;
-    const T *mixed = before.mixed + g * (s.pending + 1), *past = before.past + g * (s.pending + 1);
-    T *next_mixed = after.mixed + g * (s.pending + 2), *next_past = after.past + g * (s.pending + 2);
-    after.coefficient[g] = c * before.coefficient[g];
+    const long at = g * (s.places + 1);
+    const T *mixed = state.mixed.now + at, *past = state.past.now + at;
+    T *next_mixed = state.mixed.next + at, *next_past = state.past.next + at;
+    state.coefficient.next[g] = c * state.coefficient.now[g];
     for (long t = 0; t <= s.pending; ++t) next_mixed[t] = c * mixed[t] + d * past[t], next_past[t] = m * past[t];
     next_mixed[s.pending + 1] = theta, next_past[s.pending + 1] = one;
   }
@@ -194,15 +177,15 @@ class BlockMemory {
   // The answer to the query behind the token's write.
   void read(long row, long head) const {
     const long g = unit(row, head), tokens = s.pending + 1;
-    const T c = after.coefficient[g], *mixed = after.mixed + g * (tokens + 1), d = mixed[0];
+    const T c = state.coefficient.next[g], *mixed = state.mixed.next + g * (s.places + 1), d = mixed[0];
     answer(row, head, [&](long l, const T* x, T* z) {
       const long in = s.layer_width(l), out = s.layer_width(l + 1);
       const auto add_scaled = [&](T factor, const T* const* layers, long head_of) {
         map(in, own.scores, [=](Vec<T> a) { return factor * a; }, x);
         add_combination(own.scores, layer_of(layers, l, head_of), in, out, z);
       };
-      add_scaled(c, before.weights, g);
-      add_scaled(d, before.momentum, g);
+      add_scaled(c, state.weights, g);
+      add_scaled(d, state.momentum, g);
       if (has_start()) add_scaled(1 - c, w.start, head);
       const Rows<T> inputs = inputs_of(l, row, head), errors = errors_of(l, row, head);
       multiply_rows<T>({inputs.first, inputs.stride}, 0, tokens, {x, 0}, 1, in, {own.scores, 0});
@@ -213,14 +196,14 @@ class BlockMemory {
 
   // The weights and momentum behind the chunk's last token.
   void close(long row, long head) const {
-    const long g = unit(row, head), tokens = s.pending + 1;
-    const T *mixed = after.mixed + g * (tokens + 1), *past = after.past + g * (tokens + 1);
-    const T c = after.coefficient[g], rest = 1 - c, d = mixed[0], m = past[0];
+    const long g = unit(row, head);
+    const T *mixed = state.mixed.next + g * (s.places + 1), *past = state.past.next + g * (s.places + 1);
+    const T c = state.coefficient.next[g], rest = 1 - c, d = mixed[0], m = past[0];
     for (long l = 0; l < s.depth; ++l) {
       const long in = s.layer_width(l), out = s.layer_width(l + 1);
-      const Rows<const T> weights = layer_of(before.weights, l, g), momentum = layer_of(before.momentum, l, g);
+      const Rows<const T> weights = layer_of(state.weights, l, g), momentum = layer_of(state.momentum, l, g);
       for (long i = 0; i < in; ++i) {
-        T *W = after.weights[l] + (g * in + i) * out, *S = after.momentum[l] + (g * in + i) * out;
+        T *W = next.weights[l] + (g * in + i) * out, *S = next.momentum[l] + (g * in + i) * out;
         map(out, W, [=](Vec<T> x, Vec<T> y) { return c * x + d * y; }, weights[i], momentum[i]);
         map(out, S, [=](Vec<T> x) { return m * x; }, momentum[i]);
         if (has_start()) {

@@ -91,11 +91,11 @@ class BlockReader {
 };
 
 template <class T>
-void read_blocks(const BlockSizes& s, long layers, void* const* tensors, const T* cos, const T* sin, const T* stream,
-                 T* streams, long threads) {
-  Reader<T> reader(tensors);
+void read_blocks(const BlockSizes& s, long layers, void* const* parameters, void* const* states, void* const* nexts,
+                 const T* cos, const T* sin, const T* stream, T* streams, long threads) {
+  Reader<T> weights(parameters), rooms(states), ends(nexts);
   std::vector<Block<T>> blocks;
-  for (long l = 0; l < layers; ++l) blocks.emplace_back(reader, s);
+  for (long l = 0; l < layers; ++l) blocks.emplace_back(weights, rooms, ends, s);
   threads = std::min<long>(threads, s.rows * s.heads);
   std::unique_ptr<Arena> arena = arenas().get();
   Cutter shared_size(nullptr), own_size(nullptr);
@@ -123,12 +123,14 @@ void read_blocks(const BlockSizes& s, long layers, void* const* tensors, const T
 extern "C" {
 
 // 0, or 1 if there was no memory for its buffers.
-int titans_read_blocks(const titans::BlockSizes* sizes, int64_t layers, int64_t item_size, void* const* tensors,
-                       const void* cos, const void* sin, const void* stream, void* streams, int64_t threads) {
+int titans_read_blocks(const titans::BlockSizes* sizes, int64_t layers, int64_t item_size, void* const* parameters,
+                       void* const* states, void* const* nexts, const void* cos, const void* sin, const void* stream,
+                       void* streams, int64_t threads) {
   const auto run = [&](auto* as) {
     using T = std::remove_pointer_t<decltype(as)>;
-    titans::read_blocks<T>(*sizes, layers, tensors, static_cast<const T*>(cos), static_cast<const T*>(sin),
-                           static_cast<const T*>(stream), static_cast<T*>(streams), threads);
+    titans::read_blocks<T>(*sizes, layers, parameters, states, nexts, static_cast<const T*>(cos),
+                           static_cast<const T*>(sin), static_cast<const T*>(stream), static_cast<T*>(streams),
+                           threads);
   };
   try {
     item_size == sizeof(float) ? run(static_cast<float*>(nullptr)) : run(static_cast<double*>(nullptr));

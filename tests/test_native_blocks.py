@@ -10,8 +10,8 @@ from torch import nn
 
 from stream_testing import EXACT, F64, assert_same_future, assert_same_state, feed, state_tensors
 from titans_testing import MATRIX_MEMORY, TOLERANCE, assert_close, logits_of, random_ids
-from transformers_titans import TitansCache, native_blocks
-from transformers_titans.memory_state import map_tensors
+from transformers_titans import TitansCache, native_blocks, native_rooms
+from transformers_titans.memory_state import iterate_tensors
 from transformers_titans.native_library import native_library
 from triton_testing import Guards
 from variant_oracle import VARIANTS, variant_model
@@ -140,16 +140,13 @@ def test_nothing_is_read_before_it_is_written_or_beside_what_was_given(
     guards, library = Guards(), native_library(native_blocks.SOURCE, "TITANS_POISON")
     for parameter in model.parameters():
         parameter.data = guards(parameter.data)
-    room = native_blocks._room_behind
-
-    def guard(t):
-        # Weights that stay as they are belong to the state before.
-        return guards(t) if t.isnan().all() and t.numel() else t
-
-    def guarded(states, sizes):
-        return [map_tensors(guard, state) for state in room(states, sizes)]
-
-    monkeypatch.setattr(native_blocks, "_room_behind", guarded)
+    empty, room_behind = native_rooms._empty, native_blocks._room_behind
+    monkeypatch.setattr(native_rooms, "_empty", lambda like, *shape: guards(empty(like, *shape)))
+    monkeypatch.setattr(
+        native_blocks,
+        "_room_behind",
+        lambda *given: [None if t is None else guards(t) for t in room_behind(*given)],
+    )
     monkeypatch.setattr(native_blocks, "native_library", lambda source: library)
     actual = feed(model, cache, ids, 1)
     guards.check()
@@ -165,8 +162,79 @@ def test_a_state_that_was_read_from_is_not_changed(variant):
     feed(model, cache, random_ids(1, 2 * CHUNK), 1)
     for layer, state, own in zip(cache.layers, before, copies, strict=True):
         assert layer.state is not state
-        pairs = zip(native_blocks._tensors(state), native_blocks._tensors(own), strict=True)
-        assert all(one is None or torch.equal(one, other) for one, other in pairs)
+        assert_equal(state, own)
+
+
+def assert_equal(one, other):
+    pairs = zip(iterate_tensors(one), iterate_tensors(other), strict=True)
+    assert all(name == same and torch.equal(t, u) for (name, t), (same, u) in pairs)
+
+
+@every_variant
+def test_a_state_can_be_looked_at_copied_and_kept_at_every_token(variant, calls, tmp_path):
+    """Behind each token a state lies where the next one goes on; who holds it longer has it as it was."""
+    model, reference = (model_of(variant, backend) for backend in ("native", "chunked"))
+    cache, ids = started(model, ROWS), random_ids(ROWS, 2 * CHUNK, seed=1)
+    expected_cache, held = copy.deepcopy(cache), []
+    for t in range(ids.shape[1]):
+        actual, expected = (feed(m, c, ids[:, t : t + 1]) for m, c in ((model, cache), (reference, expected_cache)))
+        assert_close("logits", actual, expected, EXACT)
+        held.append([layer.sealed for layer in cache.layers])
+        if t % 3 == 0:
+            assert_same_state(cache, expected_cache, EXACT)
+            cache.save_pretrained(tmp_path)
+            assert_equal(TitansCache.from_pretrained(tmp_path)._tree(), cache._tree())
+        if t % 5 == 0:
+            cache = copy.deepcopy(cache)
+    assert len(calls) == ids.shape[1]
+    again = started(model, ROWS)
+    for t, states in enumerate(held):
+        feed(model, again, ids[:, t : t + 1])
+        for state, layer in zip(states, again.layers, strict=True):
+            assert_close_states(state.content, layer.state)
+
+
+def assert_close_states(one, other):
+    for (name, t), (_, u) in zip(iterate_tensors(one), iterate_tensors(other), strict=True):
+        assert_close(name, t, u, EXACT)
+
+
+@every_variant
+def test_caches_that_share_a_state_go_on_apart(variant):
+    model, reference = (model_of(variant, backend) for backend in ("native", "chunked"))
+    cache = started(model)
+    feed(model, cache, random_ids(1, 2), 1)
+    caches = [copy.copy(cache) for _ in range(3)]
+    for other in caches:
+        other.layers = [copy.copy(layer) for layer in cache.layers]
+    texts = [random_ids(1, 2 * CHUNK, seed=seed) for seed in (1, 2, 3)]
+    expected = [feed(reference, copy.deepcopy(cache), text) for text in texts]
+    parts = [[], [], []]
+    for t in range(2 * CHUNK):
+        for part, other, text in zip(parts, caches, texts, strict=True):
+            part.append(feed(model, other, text[:, t : t + 1]))
+    for part, logits in zip(parts, expected, strict=True):
+        assert_close("logits", torch.cat(part, 1), logits, EXACT)
+
+
+@every_variant
+def test_a_call_that_breaks_off_behind_cpp_changes_nothing(variant, monkeypatch):
+    """At every token of a chunk the first try fails, and the second one gives what there would have been."""
+    model, reference = (model_of(variant, backend) for backend in ("native", "chunked"))
+    cache, ids = started(model), random_ids(1, 2 * CHUNK, seed=1)
+    expected = feed(reference, copy.deepcopy(cache), ids)
+    logits = []
+
+    def broken_advance(*arguments):
+        raise KeyboardInterrupt
+
+    for t in range(ids.shape[1]):
+        with monkeypatch.context() as patch:
+            patch.setattr(TitansCache, "advance", broken_advance)
+            with pytest.raises(KeyboardInterrupt):
+                logits_of(model, random_ids(1, 1, seed=t), cache=cache)
+        logits.append(feed(model, cache, ids[:, t : t + 1]))
+    assert_close("logits", torch.cat(logits, 1), expected, EXACT)
 
 
 @every_variant
@@ -229,6 +297,31 @@ def half_of_it(model):
     model.model.layers[1].mlp.register_forward_hook(lambda module, given, output: output.to(F64))
 
 
+def exchanged(model):
+    attention = model.model.layers[0].self_attn
+    attention.q_proj, attention.k_proj = attention.k_proj, attention.q_proj
+
+
+def replaced(model):
+    memory = model.model.layers[1].memory
+    memory.v_proj = copy.deepcopy(memory.v_proj)
+    nn.init.constant_(memory.v_proj.weight, 0.1)
+
+
+def biased(model):
+    projection = model.model.layers[1].mlp.down_proj
+    projection.bias = nn.Parameter(torch.full((projection.out_features,), 0.1, dtype=F64))
+
+
+def changed_in_place(model):
+    model.model.layers[0].memory.o_proj.weight.data.mul_(2)
+
+
+def transposed(model):
+    weight = model.model.layers[0].self_attn.o_proj.weight
+    weight.data = weight.data.mT
+
+
 CHANGES = [hook, pre_hook, own_forward, own_class, other_activation, narrower_layer, training, half_of_it]
 
 
@@ -244,6 +337,29 @@ def test_a_model_that_was_changed_is_read_by_pytorch(change, calls):
         actual, expected = (m(token, cache=cache).logits for m, cache in zip((model, reference), caches, strict=True))
     assert not calls
     assert_close("logits", actual, expected, EXACT)
+
+
+KNOWN = [hook, own_class, exchanged, replaced, biased, changed_in_place, transposed]
+
+
+@pytest.mark.parametrize("change", KNOWN, ids=[change.__name__ for change in KNOWN])
+def test_what_changes_amid_a_chunk_is_read_as_it_is_then(change, calls):
+    """In the model that has begun the chunk, and in another one that goes on with its cache."""
+    models = [model_of("mac", backend) for backend in ("native", "chunked")]
+    caches = [started(m) for m in models]
+    text, other_text = random_ids(1, 3, seed=2), random_ids(1, 2, seed=4)
+    results = []
+    for m, cache in zip(models, caches, strict=True):
+        logits = [feed(m, cache, text, 1)]
+        change(m)
+        calls.clear()
+        logits.append(feed(m, cache, text, 1))
+        other = copy.deepcopy(m)
+        for parameter in other.parameters():
+            parameter.data.mul_(1.1)
+        logits.append(feed(other, cache, other_text, 1))
+        results.append(torch.cat(logits, 1))
+    assert_close("logits", *results, EXACT)
 
 
 def test_weights_that_were_moved_or_converted_are_found(calls):
