@@ -209,8 +209,8 @@ class TitansCache(DynamicCache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors held, each counted once. Constant in the number of tokens read, unless past recording
-        is on, or memory caching: then `kept_nbytes` of it grow."""
+        """Bytes of all tensors of the states, each counted once. Constant in the number of tokens read, unless past
+        recording is on, or memory caching: then `kept_nbytes` of it grow."""
         return _nbytes(t for _, t in iterate_tensors(self._tree()))
 
     @property

@@ -62,7 +62,13 @@ def compiled_reader(config: CompileConfig, device: torch.device) -> BlocksReader
     on_cpu = device.type == "cpu" and options["backend"] == "inductor"
     if on_cpu and options["options"] is None and options["mode"] is None:
         options["options"] = {"post_grad_custom_pre_pass": _vector_products_pass()}
-    return BlocksReader(stays_open, torch.compile(read_blocks, **options))
+    compiled = torch.compile(read_blocks, **options)
+
+    def read(layers: nn.ModuleList, hidden_states: torch.Tensor, states: Sequence[Sealed], *rest):
+        # Where C++ has put a state would be a part of the graph.
+        return compiled(layers, hidden_states, [Sealed(state.content) for state in states], *rest)
+
+    return BlocksReader(stays_open, read)
 
 
 def stays_open(hidden_states: torch.Tensor, plan: LayerPlan, state: Sealed) -> bool:

@@ -9,7 +9,6 @@ out before the next token.
 Shapes: L blocks, B rows.
 """
 
-import functools
 import itertools
 import weakref
 from collections.abc import Sequence
@@ -42,6 +41,7 @@ class Rooms:
 
     Attributes:
         start: the states, without what attention has kept.
+        dtype: of their numbers.
         places, kept_places: for how many tokens, and for how many keys, there is room.
         columns: the rooms (L, turns, ...) for each tensor that changes with a token, or None.
         pointers: where the numbers lie, for each block in the order of `titans::BlockState`.
@@ -50,11 +50,9 @@ class Rooms:
 
     def __init__(self, states: Sequence[TitansLayerState], places: int):
         counts = Sealed(states[0]).counts
-        self.start, self.places = [state._replace(attention=None) for state in states], places
-        self.dtype, self.kept_places = (
-            states[0].memory.memory.weights[0].dtype,
-            counts.num_kept + places - counts.memory,
-        )
+        self.start = [state._replace(attention=None) for state in states]
+        self.dtype = states[0].memory.memory.weights[0].dtype
+        self.places, self.kept_places = places, counts.num_kept + places - counts.memory
         filled = self.extents(counts.memory, 0, counts.num_kept)
         room = self.extents(places, 0, self.kept_places)
         columns = zip(*map(_changing, states), strict=True)
@@ -87,22 +85,24 @@ class Step:
     def __init__(self, rooms: Rooms, count: int, first_kept: int, kept: int, turn: int):
         self.rooms, self.count, self.turn = rooms, count, turn
         self.first_kept, self.kept = first_kept, kept
+        self._states: list[TitansLayerState] | None = None
 
-    @functools.cached_property
-    def states(self) -> list[TitansLayerState]:
-        """The blocks' states, copied out."""
-        extents = self.rooms.extents(self.count, self.first_kept, self.kept)
-        return [self._state(index, extents) for index in range(len(self.rooms.start))]
+    def copied_out(self) -> list[TitansLayerState]:
+        """The blocks' states."""
+        if self._states is None:
+            extents = self.rooms.extents(self.count, self.first_kept, self.kept)
+            self._states = [self._state(index, extents) for index in range(len(self.rooms.start))]
+        return self._states
 
     def sealed(self) -> list[Sealed]:
         """The blocks' states, each copied out when it is asked for."""
         return [StepState(self, index) for index in range(len(self.rooms.start))]
 
     def begin(self) -> None:
-        """To be called before a token is written behind this step: its numbers take the places of the former one's."""
+        """To be called before a token is written behind this step, where the former one's numbers are."""
         former = self.rooms.former()
         if former is not None:
-            former.states  # noqa: B018
+            former.copied_out()
 
     def next(self, kept: int) -> "Step":
         """The step behind a token that has been written, with ``kept`` keys."""
@@ -156,7 +156,7 @@ class StepState(Sealed):
 
     @property
     def content(self) -> TitansLayerState:
-        return self.step.states[self.index]
+        return self.step.copied_out()[self.index]
 
     @property
     def counts(self) -> LayerCounts:
@@ -181,7 +181,7 @@ def first_step(states: Sequence[TitansLayerState], places: int) -> Step:
     """The step that these states, alike in their shapes, are, in new rooms for a chunk of ``places`` tokens."""
     rooms, counts = Rooms(states, places), Sealed(states[0]).counts
     step = Step(rooms, counts.memory, 0, counts.num_kept, 0)
-    step.states, rooms.newest = states, weakref.ref(step)
+    rooms.newest = weakref.ref(step)
     return step
 
 

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from transformers.generation.configuration_utils import CompileConfig
 
 from stream_testing import EXACT, F64, assert_same_future, assert_same_state, feed, state_tensors
 from titans_testing import MATRIX_MEMORY, TOLERANCE, assert_close, logits_of, random_ids
@@ -235,6 +236,19 @@ def test_a_call_that_breaks_off_behind_cpp_changes_nothing(variant, monkeypatch)
                 logits_of(model, random_ids(1, 1, seed=t), cache=cache)
         logits.append(feed(model, cache, ids[:, t : t + 1]))
     assert_close("logits", torch.cat(logits, 1), expected, EXACT)
+
+
+@pytest.mark.parametrize("variant", ["mal", "mac"])
+def test_a_compiled_call_goes_on_from_it(variant, calls):
+    model, reference = (model_of(variant, backend) for backend in ("native", "chunked"))
+    cache, ids = started(model), random_ids(1, 5, seed=1)
+    expected = feed(reference, copy.deepcopy(cache), ids)
+    compiled = model.get_compiled_call(CompileConfig(backend="eager", mode=None))
+    with torch.no_grad():
+        forms = model, compiled, model, compiled, model
+        logits = [form(t, cache=cache).logits for form, t in zip(forms, ids.split(1, 1), strict=True)]
+    assert_close("logits", torch.cat(logits, 1), expected, EXACT)
+    assert len(calls) == 3
 
 
 @every_variant
