@@ -15,8 +15,9 @@ from transformers_titans.memory_layer import TitansNeuralMemory
 
 F64 = torch.float64
 CHUNK, SEGMENT, WIDTH = 2, 4, 12
-# Six complete segments (in blocks of 4 + 2) and an open chunk of the seventh.
-LENGTH = 6 * SEGMENT + CHUNK + 1
+# Three complete segments (in blocks of 2 + 1) and an open chunk of the fourth; six (in blocks of 4 + 2) and one of the
+# seventh.
+LENGTH, LONG = 3 * SEGMENT + CHUNK + 1, 6 * SEGMENT + CHUNK + 1
 SMALL = {
     "hidden_size": WIDTH,
     "memory_head_dim": WIDTH // 2,

@@ -5,6 +5,7 @@
 Where there is no GPU, Triton kernels are interpreted.
 """
 
+import gc
 import os
 import random
 from importlib.util import find_spec
@@ -38,6 +39,15 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def rare_collections():
+    """The collector walks over all that torch and transformers hold: often, a tenth of the time that traces take."""
+    thresholds = gc.get_threshold()
+    gc.set_threshold(50_000, 20, 20)
+    yield
+    gc.set_threshold(*thresholds)
 
 
 @pytest.fixture(scope="session", autouse=True)

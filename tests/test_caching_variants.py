@@ -86,7 +86,9 @@ def test_mac_equals_the_oracle_for_both_lengths(aggregation, initialization, att
 @pytest.mark.parametrize("most", [1, 3])
 @pytest.mark.parametrize("initialization", ["checkpoint", "independent"])
 def test_mac_drops_the_oldest_memories(initialization, most):
-    model = caching_model("mac", GRM, cache_initialization=initialization, cache_max_segments=most)
+    model = caching_model(
+        "mac", GRM, cache_initialization=initialization, cache_max_segments=most, num_hidden_layers=1
+    )
     assert_equals_oracle(model, random_ids(1, 3 * SEGMENT + 3))
 
 
@@ -114,7 +116,7 @@ def test_packed_documents_equal_the_oracle(variant, aggregation, way):
 @pytest.mark.parametrize("aggregation", [GRM, SOUP, SSC], ids=["grm", "soup", "ssc"])
 @every_variant
 def test_masked_rows_equal_the_oracle_on_their_real_tokens(variant, aggregation, way):
-    model = caching_model(variant, aggregation, WAYS[way])
+    model = caching_model(variant, aggregation, WAYS[way], num_hidden_layers=1)
     ids, mask = random_ids(4, 21), torch.ones(4, 21, dtype=torch.long)
     mask[0, :6] = mask[1, 15:] = mask[2, [2, 3, 9, 17]] = mask[3, 1:20] = 0
     logits = logits_of(model, ids, attention_mask=mask)

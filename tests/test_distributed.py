@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two processes: data parallel and fully sharded training and decoding equal one process with all rows.
 
-Each kind of run is launched once for all variants; a case leaves a file behind, which its test compares with what
-this process computes alone. Gloo and the CPU do; accelerate would fall back from sharding to plain DDP there, so the
+Two processes run all cases, one after another; a case leaves a file behind, which its test compares with what this
+process computes alone. Gloo and the CPU do; accelerate would fall back from sharding to plain DDP there, so the
 sharded runs use torch's own function.
 """
 
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing import start_processes
 from torch.nn.parallel import DistributedDataParallel
 
 from titans_testing import TOLERANCE, assert_close, iterate_floats, logits_of, random_ids
@@ -150,40 +151,30 @@ def cases_of(kind: str):
     return pytest.mark.parametrize(("variant", "case"), RUNS[kind][1])
 
 
-def run_all(kind: str, folder: str) -> None:
-    """What each launched process does: all cases of this kind; the first process writes the results down."""
+def run_all(rank: int, folder: str) -> None:
+    """What each process does: all cases; the first process writes the results down."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    run, cases = RUNS[kind]
-    for variant, case in cases:
-        torch.manual_seed(0)
-        results = run(variant, case)
-        if dist.get_rank() == 0:
-            torch.save(results, Path(folder) / f"{variant}-{case}.pt")
+    meeting = f"file://{folder}/processes"
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=NUM_PROCESSES)
+    for kind, (run, cases) in RUNS.items():
+        for variant, case in cases:
+            torch.manual_seed(0)
+            results = run(variant, case)
+            if rank == 0:
+                torch.save(results, Path(folder) / f"{kind}-{variant}-{case}.pt")
     dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
 def results_of(tmp_path_factory):
-    """A function (kind, variant, case) -> results of two processes, which are launched once per kind."""
-    folders = {}
+    """A function (kind, variant, case) -> results of two processes."""
+    folder = tmp_path_factory.mktemp("distributed")
+    command = [sys.executable, __file__, str(folder)]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent, timeout=300)
 
     def get(kind: str, variant: str, case: str) -> dict:
-        if kind not in folders:
-            folder = tmp_path_factory.mktemp(kind)
-            launch = [
-                sys.executable,
-                "-m",
-                "torch.distributed.run",
-                "--standalone",
-                f"--nproc_per_node={NUM_PROCESSES}",
-            ]
-            command = [*launch, __file__, kind, str(folder)]
-            run = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent, timeout=300)
-            folders[kind] = folder, run.stderr
-        folder, stderr = folders[kind]
-        path = folder / f"{variant}-{case}.pt"
-        assert path.exists(), f"the processes left no result; they said:\n{stderr[-6000:]}"
+        path = folder / f"{kind}-{variant}-{case}.pt"
+        assert path.exists(), f"the processes left no result; they said:\n{run.stderr[-6000:]}"
         return torch.load(path)
 
     return get
@@ -234,4 +225,5 @@ def test_sharded_model_in_bfloat16_carries_a_float32_memory(variant, case, resul
 
 
 if __name__ == "__main__":
-    run_all(*sys.argv[1:])
+    # Copies of this process need not import all that it has imported.
+    start_processes(run_all, (sys.argv[1],), NUM_PROCESSES, start_method="fork")

@@ -48,7 +48,7 @@ def repetitive_ids(length: int = 40) -> torch.Tensor:
 
 @pytest.fixture(params=[*VARIANTS, "mac_ssc"])
 def model(request):
-    return variant_model(request.param)
+    return variant_model(request.param, num_hidden_layers=1)
 
 
 # What only a model with attention can be told.
@@ -76,7 +76,8 @@ SWITCHES += ["chunk_gates", *ATTENTION_OPTIONS]
 )
 def test_greedy_for_each_option_and_prompt_length(variant, option):
     # Past an end of a segment, or two, and so past the ends of chunks and of the window.
-    model, lengths = variant_model(variant, **EVERY_OPTION[option]), (1, CHUNK, 2 * CHUNK + 1)
+    model = variant_model(variant, num_hidden_layers=1, **EVERY_OPTION[option])
+    lengths = (1, CHUNK, 2 * CHUNK + 1)
     # Switches that have to do with where in a chunk, or how far behind the text's start, a token is.
     if option in ("default", "no_conv", "persistent_0", "chunk_gates"):
         lengths += (CHUNK - 1, CHUNK + 1)

@@ -58,7 +58,7 @@ def cache_lengths(monkeypatch):
     ],
 )
 def test_prompt_lookup_equals_greedy(variant, option, cache_lengths):
-    model = variant_model(variant, dtype=torch.float64, **OPTIONS[option])
+    model = variant_model(variant, dtype=torch.float64, num_hidden_layers=1, **OPTIONS[option])
     expected = model.generate(REPETITIVE, max_new_tokens=20, **ENDLESS)
     cache_lengths.clear()
     generated = model.generate(REPETITIVE, max_new_tokens=20, prompt_lookup_num_tokens=3, **ENDLESS)
@@ -69,7 +69,7 @@ def test_prompt_lookup_equals_greedy(variant, option, cache_lengths):
 @pytest.mark.parametrize("variant", ["lmm", "mac"])
 def test_prompt_lookup_of_a_text_the_model_repeats(variant, cache_lengths):
     # Trained to repeat, so that drafts are accepted as well as rejected.
-    model = variant_model(variant).train()
+    model = variant_model(variant, num_hidden_layers=1).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for _ in range(30):
         loss = model(REPETITIVE, labels=REPETITIVE).loss

@@ -11,6 +11,7 @@ from caching_testing import (
     CHUNK,
     F64,
     LENGTH,
+    LONG,
     SEGMENT,
     WAYS,
     assert_equals_oracle,
@@ -101,7 +102,7 @@ def test_equals_the_oracle_for_each_option(aggregation, way, option):
 @pytest.mark.parametrize("top_k", [1, 2, 3, 5, 6, 50], ids="k{}".format)
 @every_way
 def test_each_number_of_selected_memories_equals_the_oracle(way, top_k):
-    assert_equals_oracle(small_layer(SSC, way, cache_top_k=top_k), random_states(1, LENGTH))
+    assert_equals_oracle(small_layer(SSC, way, cache_top_k=top_k), random_states(1, LONG))
 
 
 @pytest.mark.parametrize(
@@ -112,7 +113,7 @@ def test_each_number_of_selected_memories_equals_the_oracle(way, top_k):
 @every_aggregation
 def test_the_oldest_memories_are_dropped(aggregation, initialization, most):
     layer = small_layer(aggregation, cache_initialization=initialization, cache_max_segments=most)
-    assert_equals_oracle(layer, random_states(1, LENGTH), calls=([7, 6, 10, 4],))
+    assert_equals_oracle(layer, random_states(1, LONG), calls=([7, 6, 10, 4],))
 
 
 @pytest.mark.parametrize("backend", ["chunked", "recurrent"])
@@ -234,7 +235,7 @@ def test_soup_of_other_memories_is_not_grm(way, network):
 @pytest.mark.parametrize("connector", ["projection", "query"])
 @every_way
 def test_selecting_all_memories_is_grm(way, connector):
-    layer, hidden_states = small_layer(SSC, way, cache_top_k=6, connector=connector), random_states(2, LENGTH)
+    layer, hidden_states = small_layer(SSC, way, cache_top_k=6, connector=connector), random_states(2, LONG)
     other = like(layer, memory_caching="grm")
     assert_close("outputs", outputs(layer, hidden_states), outputs(other, hidden_states), EXACT)
 
@@ -251,7 +252,7 @@ def test_equal_scores_are_an_average(way):
 @every_aggregation
 def test_a_block_is_a_longer_segment(aggregation, initialization):
     """Behind 2 (4) segments logarithmic ones are one block, as constant ones of 2 (4) times the length are."""
-    way, hidden_states = WAYS[f"logarithmic_{initialization}"], random_states(2, LENGTH)
+    way, hidden_states = WAYS[f"logarithmic_{initialization}"], random_states(2, LONG)
     layer = small_layer(aggregation, way)
     actual = outputs(layer, hidden_states)
     for times in (1, 2, 4):

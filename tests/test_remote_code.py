@@ -52,8 +52,31 @@ sys.meta_path.insert(0, Block())
 """
 
 
-def run(script: str, folder: Path, blocked: bool = False) -> str:
-    """Runs a script in a fresh process with an empty working directory and an empty cache of remote code."""
+# Each script runs in a copy of the process that has imported what they share, and knows nothing of the others.
+COPIES = """
+import os, sys, traceback
+
+def run_in_a_copy(script):
+    copy = os.fork()
+    if not copy:
+        try:
+            exec(script, {"__name__": "__main__"})
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        sys.stdout.flush()
+        os._exit(0)
+    if os.waitpid(copy, 0)[1]:
+        sys.exit(1)
+
+"""
+
+
+def run(*scripts: str, folder: Path, shared: str = "import torch", blocked: bool = False) -> None:
+    """Runs scripts in fresh processes with an empty working directory and an empty cache of remote code.
+
+    They are copies of one that has run ``shared``. Each must come to its end, where it prints "done".
+    """
     empty = folder / "empty"
     empty.mkdir(exist_ok=True)
     environment = os.environ | {
@@ -62,17 +85,21 @@ def run(script: str, folder: Path, blocked: bool = False) -> str:
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
     }
-    script = "import torch\ntorch.set_num_threads(1)\n" + textwrap.dedent(script)
+    # A thread pool does not survive a copy: none is started before.
+    code = (BLOCKED if blocked else "") + COPIES + f"{shared}\n"
+    for script in scripts:
+        script = "import torch\ntorch.set_num_threads(1)\n" + textwrap.dedent(script)
+        code += f"run_in_a_copy({script!r})\n"
     result = subprocess.run(
-        [sys.executable, "-c", BLOCKED + script if blocked else script],
+        [sys.executable, "-c", code],
         cwd=empty,
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert result.returncode == 0, result.stderr[-4000:]
-    return result.stdout
+    assert result.stdout.splitlines().count("done") == len(scripts)
 
 
 def assert_complete(folder: Path) -> None:
@@ -128,10 +155,10 @@ def test_trainer_checkpoint_carries_the_code(tmp_path):
     assert_complete(tmp_path / "checkpoint-1")
 
 
-def test_a_checkpoint_loads_without_the_package(tmp_path):
-    for variant in SAVED:
-        save_everything(tmp_path / variant, variant)
-    script = f"""
+def everything_script(folder: Path) -> str:
+    """Loads what `save_everything` has saved below the folder, and does with it what it has done."""
+    return f"""
+        import sys
         from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
         arguments = dict(max_new_tokens=12, do_sample=False, eos_token_id=None)
 
@@ -153,7 +180,7 @@ def test_a_checkpoint_loads_without_the_package(tmp_path):
             return model.eval()
 
         for variant in {SAVED}:
-            root = {str(tmp_path)!r} + "/" + variant
+            root = {str(folder)!r} + "/" + variant
             expected = torch.load(root + "/expected.pt")
             config = AutoConfig.from_pretrained(root + "/model", trust_remote_code=True)
             assert type(config).__module__.startswith("transformers_modules")
@@ -166,7 +193,13 @@ def test_a_checkpoint_loads_without_the_package(tmp_path):
         assert not any(name.split(".")[0] in absent for name in sys.modules)
         print("done")
     """
-    assert run(script, tmp_path, blocked=True).endswith("done\n")
+
+
+def test_checkpoints_load_without_the_package(tmp_path):
+    for variant in SAVED:
+        save_everything(tmp_path / variant, variant)
+    scripts = everything_script(tmp_path), classifiers_script(tmp_path)
+    run(*scripts, folder=tmp_path, shared="from transformers import GenerationMixin", blocked=True)
     for variant in SAVED:
         assert_complete(tmp_path / variant / "again")
 
@@ -218,16 +251,17 @@ for variant in {resumed}:
         assert getattr(alone.config, name) == getattr(model.config, name)
 print("done")
 """
-    assert run(first, tmp_path, blocked=True).endswith("done\n")
+    shared = "import torch\nfrom transformers import GenerationMixin, Trainer"
+    run(first, second, folder=tmp_path, shared=shared, blocked=True)
     for variant in resumed:
         checkpoint = tmp_path / f"{variant}-run" / "checkpoint-3"
         assert_complete(checkpoint)
         # A memory is no part of a model.
         assert [path.name for path in checkpoint.rglob("*.safetensors")] == ["model.safetensors"]
-    assert run(second, tmp_path, blocked=True).endswith("done\n")
 
 
-def test_classifiers_and_incomplete_checkpoints_load_without_the_package(tmp_path):
+def classifiers_script(tmp_path: Path) -> str:
+    """Saves classifiers and a checkpoint that lacks a parameter, and loads them."""
     ids = random_ids(2, 11)
     missing = "model.layers.0.memory.alpha_proj.bias"
     incomplete = variant_model("mac")
@@ -240,7 +274,7 @@ def test_classifiers_and_incomplete_checkpoints_load_without_the_package(tmp_pat
     token.save_pretrained(tmp_path / "token")
     expected = {"ids": ids, "sequence": logits_of(sequence, ids), "token": logits_of(token, ids)}
     torch.save(expected, tmp_path / "expected.pt")
-    script = f"""
+    return f"""
         from safetensors.torch import load_file
         from transformers import (
             AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
@@ -261,7 +295,6 @@ def test_classifiers_and_incomplete_checkpoints_load_without_the_package(tmp_pat
                 assert torch.equal(model(expected["ids"]).logits, expected[kind])
         print("done")
     """
-    assert run(script, tmp_path, blocked=True).endswith("done\n")
 
 
 def test_package_and_checkpoints_copy_work_in_one_process(tmp_path):
@@ -288,23 +321,23 @@ def test_package_and_checkpoints_copy_work_in_one_process(tmp_path):
         assert type(AutoModelForCausalLM.from_pretrained(root + "/model")) is transformers_titans.TitansForCausalLM
         print("done")
     """
-    assert run(script, tmp_path).endswith("done\n")
+    run(script, folder=tmp_path)
 
 
-@pytest.mark.parametrize(
-    "first",
-    [
-        "import transformers_titans; from transformers import AutoModelForCausalLM, AutoConfig",
-        "from transformers import AutoModelForCausalLM, AutoConfig; import transformers_titans",
-        "from transformers_titans.modeling_titans import TitansForCausalLM\n"
-        "from transformers import AutoModelForCausalLM, AutoConfig",
-        "from transformers_titans.memory_ops import neural_memory\n"
-        "from transformers import AutoModelForCausalLM, AutoConfig",
-    ],
-    ids=["package_first", "auto_first", "modeling", "op"],
-)
-def test_importing_the_package_registers_the_models(first, tmp_path):
-    script = f"""
+# The package before transformers and behind it, a module of it, and the op alone.
+ORDERS = [
+    "import transformers_titans; from transformers import AutoModelForCausalLM, AutoConfig",
+    "from transformers import AutoModelForCausalLM, AutoConfig; import transformers_titans",
+    "from transformers_titans.modeling_titans import TitansForCausalLM\n"
+    "from transformers import AutoModelForCausalLM, AutoConfig",
+    "from transformers_titans.memory_ops import neural_memory\n"
+    "from transformers import AutoModelForCausalLM, AutoConfig",
+]
+
+
+def test_importing_the_package_registers_the_models_and_the_op_needs_none(tmp_path):
+    scripts = [
+        f"""
 {textwrap.indent(first, "        ")}
         import importlib
         import transformers_titans
@@ -314,12 +347,10 @@ def test_importing_the_package_registers_the_models(first, tmp_path):
             assert type(AutoModelForCausalLM.from_config(config)) is transformers_titans.TitansForCausalLM
             importlib.reload(transformers_titans)
         print("done")
-    """
-    assert run(script, tmp_path).endswith("done\n")
-
-
-def test_the_op_needs_no_transformers(tmp_path):
-    script = """
+        """
+        for first in ORDERS
+    ]
+    op_alone = """
         import sys
         import transformers_titans
         from transformers_titans.memory_ops import neural_memory
@@ -327,18 +358,7 @@ def test_the_op_needs_no_transformers(tmp_path):
         assert "torch" in sys.modules and "transformers" not in sys.modules
         print("done")
     """
-    assert run(script, tmp_path).endswith("done\n")
-
-
-def test_registering_again_is_harmless():
-    from transformers_titans.auto_registration import register
-
-    for _ in range(2):
-        register("transformers_titans")
-
-
-def test_a_foreign_model_of_the_same_type_is_detected(tmp_path):
-    script = """
+    foreign_model_of_the_same_type = """
         from transformers import AutoConfig, PreTrainedConfig
         class OtherTitansConfig(PreTrainedConfig):
             model_type = "titans"
@@ -350,7 +370,14 @@ def test_a_foreign_model_of_the_same_type_is_detected(tmp_path):
             assert "model_type 'titans' is already registered" in str(error) and "OtherTitansConfig" in str(error)
             print("done")
     """
-    assert run(script, tmp_path).endswith("done\n")
+    run(*scripts, op_alone, foreign_model_of_the_same_type, folder=tmp_path)
+
+
+def test_registering_again_is_harmless():
+    from transformers_titans.auto_registration import register
+
+    for _ in range(2):
+        register("transformers_titans")
 
 
 def test_noise_reaches_every_parameter():

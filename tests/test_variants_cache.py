@@ -55,7 +55,7 @@ def test_decoding_with_an_assistant_is_greedy(variant):
 )
 @every_variant
 def test_crop_at_every_distance_is_as_if_never_fed(variant, start, masked):
-    model = variant_model(variant, dtype=F64)
+    model = variant_model(variant, dtype=F64, num_hidden_layers=1)
     ids, mask = random_ids(2, 21), torch.ones(2, 21, dtype=torch.long)
     if masked:
         mask[0, :3] = mask[1, [5, 17, 18]] = 0
@@ -77,7 +77,7 @@ def test_crop_at_every_distance_is_as_if_never_fed(variant, start, masked):
 
 @every_variant
 def test_crop_over_a_document_border(variant):
-    model = variant_model(variant, dtype=F64)
+    model = variant_model(variant, dtype=F64, num_hidden_layers=1)
     ids, positions = random_ids(2, sum(DOCUMENTS)), positions_of(DOCUMENTS)
     cache = TitansCache(model.config)
     cache.activate_past_recording()
@@ -107,7 +107,7 @@ def test_crop_of_a_long_padded_call(variant, soon_long_calls):
 @every_variant
 def test_any_mixture_of_calls_pads_documents_crops_and_orders(variant):
     """Random histories in which each row still ends as if its documents had been read alone."""
-    model = variant_model(variant, dtype=F64)
+    model = variant_model(variant, dtype=F64, num_hidden_layers=1)
     for seed in range(3):
         draw = random.Random(seed)
         ids = random_ids(3, 34, seed=seed)
@@ -212,7 +212,7 @@ def test_state_does_not_grow_while_decoding(variant):
 @pytest.mark.parametrize("sizes", [[9, 9, 9], [5, 1, 21], [8, 16, 3]], ids=str)
 @every_variant
 def test_gradients_through_a_carried_cache_equal_one_call(variant, sizes):
-    model = variant_model(variant, dtype=F64).train()
+    model = variant_model(variant, dtype=F64, num_hidden_layers=1).train()
     ids = random_ids(2, 27)
     signs = torch.randint(0, 2, (2, 27, 64)) * 2.0 - 1
     expected = parameter_gradients(model, (model(ids).logits * signs).sum())

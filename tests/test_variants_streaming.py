@@ -40,6 +40,11 @@ PIECES = sorted(
 )
 
 
+def one_layer(variant: str, **fields):
+    """What happens at the ends of pieces is each layer's own affair; four tests show it of two."""
+    return variant_model(variant, num_hidden_layers=1, **fields)
+
+
 @every_variant
 def test_every_cut_in_two(variant):
     model = variant_model(variant, dtype=F64)
@@ -56,7 +61,7 @@ def test_every_cut_in_two(variant):
 @pytest.mark.parametrize("size", PIECES)
 @every_variant
 def test_equal_pieces(variant, size):
-    model = variant_model(variant, dtype=F64)
+    model = one_layer(variant, dtype=F64)
     ids = random_ids(2, 43)
     whole_cache, cache = TitansCache(model.config), TitansCache(model.config)
     whole = feed(model, whole_cache, ids)
@@ -68,7 +73,7 @@ def test_equal_pieces(variant, size):
 @pytest.mark.parametrize("longest", [3, 11, 70], ids=lambda n: f"pieces_up_to_{n}")
 @every_variant
 def test_random_splits_of_a_long_text(variant, longest):
-    model = variant_model(variant, dtype=F64, **LONG_TEXT)
+    model = one_layer(variant, dtype=F64, **LONG_TEXT)
     ids = random_ids(1, 120)
     whole_cache, cache = TitansCache(model.config), TitansCache(model.config)
     whole = feed(model, whole_cache, ids)
@@ -94,7 +99,7 @@ def test_random_splits_of_a_long_text(variant, longest):
     ids=str,
 )
 def test_splits_for_other_sizes(variant, options):
-    model = variant_model(variant, dtype=F64, **options)
+    model = one_layer(variant, dtype=F64, **options)
     ids = random_ids(2, 41)
     whole_cache = TitansCache(model.config)
     whole = feed(model, whole_cache, ids)
@@ -106,7 +111,7 @@ def test_splits_for_other_sizes(variant, options):
 
 @every_variant
 def test_float32_split_is_as_accurate_as_one_call(variant):
-    exact, model = variant_model(variant, dtype=F64, **LONG_TEXT), variant_model(variant, **LONG_TEXT)
+    exact, model = one_layer(variant, dtype=F64, **LONG_TEXT), one_layer(variant, **LONG_TEXT)
     for parameter, stored in zip(exact.parameters(), model.parameters(), strict=True):
         parameter.data.copy_(stored.data)
     ids = random_ids(1, 120)
@@ -127,7 +132,7 @@ MASKS[3, 2:] = 0
 @pytest.mark.parametrize("sizes", [None, 1, 6], ids=lambda n: f"calls_of_{n}")
 @every_variant
 def test_padded_rows_equal_rows_alone(variant, sizes):
-    model = variant_model(variant, dtype=F64)
+    model = one_layer(variant, dtype=F64)
     ids = random_ids(4, 29)
     cache = TitansCache(model.config)
     logits = feed(model, cache, ids, sizes, attention_mask=MASKS)
@@ -142,7 +147,7 @@ def test_padded_rows_equal_rows_alone(variant, sizes):
 
 @every_variant
 def test_what_stands_at_pads_does_not_matter(variant):
-    model = variant_model(variant, dtype=F64)
+    model = one_layer(variant, dtype=F64)
     ids = random_ids(4, 29)
     other = torch.where(MASKS.bool(), ids, random_ids(4, 29, seed=1))
     first, second = TitansCache(model.config), TitansCache(model.config)
@@ -155,7 +160,7 @@ def test_what_stands_at_pads_does_not_matter(variant):
 
 @every_variant
 def test_not_even_nan_at_pads_matters(variant):
-    model = variant_model(variant, dtype=F64)
+    model = one_layer(variant, dtype=F64)
     embeds, real = model.get_input_embeddings()(random_ids(4, 29)).detach(), MASKS.bool()
     caches, logits = [TitansCache(model.config) for _ in range(2)], []
     for cache, pad in zip(caches, (0.0, float("nan")), strict=True):
@@ -167,7 +172,7 @@ def test_not_even_nan_at_pads_matters(variant):
 
 @every_variant
 def test_pads_of_a_single_row(variant):
-    model = variant_model(variant, dtype=F64)
+    model = one_layer(variant, dtype=F64)
     ids = random_ids(1, 29)
     for row in range(4):
         mask, real = MASKS[[row]], MASKS[row].bool()
@@ -204,7 +209,7 @@ def test_packed_documents_equal_documents_alone(variant, how):
 @pytest.mark.parametrize("sizes", [1, 3, 8, [6, 8, 1, 20], [5, 9, 1, 17, 3]], ids=str)
 @every_variant
 def test_borders_through_calls_with_a_cache(variant, sizes):
-    model = variant_model(variant, dtype=F64)
+    model = one_layer(variant, dtype=F64)
     ids, positions = random_ids(2, sum(DOCUMENTS)), positions_of(DOCUMENTS)
     cache, last = TitansCache(model.config), TitansCache(model.config)
     logits = feed(model, cache, ids, sizes, position_ids=positions)
@@ -232,7 +237,7 @@ def test_rows_with_different_borders_and_pads(variant):
 
 @every_variant
 def test_a_document_cannot_reach_into_the_next(variant):
-    model = variant_model(variant)
+    model = one_layer(variant)
     ids = random_ids(1, sum(DOCUMENTS))
     changed = ids.clone()
     changed[0, 13] = 3 + (ids[0, 13] - 2) % 61
