@@ -4,7 +4,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,6 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from torch.multiprocessing import start_processes
 from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 
 from transformers_titans import TitansCache, TitansConfig, TitansForCausalLM
@@ -283,17 +281,10 @@ def train_and_evaluate_four_streams(output_dir: str) -> None:
     finish(trainer)
 
 
-def train_as_one_of_two(rank: int, port: int, output_dir: str) -> None:
-    """What each of two processes does; the variables are those that torchrun sets."""
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ |= {name: str(value) for name, value in place.items()}
-    train_and_evaluate_four_streams(output_dir)
-
-
 def test_two_processes_train_as_one_does(tmp_path):
     train_and_evaluate_four_streams(str(tmp_path / "one"))
-    command = [sys.executable, __file__, str(tmp_path / "two")]
-    subprocess.run(command, check=True, cwd=Path(__file__).parent, timeout=300)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    subprocess.run([*launch, __file__, str(tmp_path / "two")], check=True, cwd=Path(__file__).parent, timeout=300)
     one, two = (json.loads((tmp_path / name / "results.json").read_text()) for name in ("one", "two"))
     assert two["losses"] == pytest.approx(one["losses"], rel=1e-5) and len(one["losses"]) == 6
     assert two["nats"] == pytest.approx(one["nats"], rel=1e-5)
@@ -515,7 +506,4 @@ def test_a_stream_read_in_windows_equals_one_call():
 
 
 if __name__ == "__main__":
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        free_port = server.getsockname()[1]
-    # Copies of this process need not import all that it has imported.
-    start_processes(train_as_one_of_two, (free_port, sys.argv[1]), 2, start_method="fork")
+    train_and_evaluate_four_streams(sys.argv[1])
