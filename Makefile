@@ -2,7 +2,8 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 STAMP := .venv/.installed
 DEV_STAMP := .venv/.installed-dev
-INSTALL = $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e
+# Modules are compiled when they are first imported: all of them at once would take longer than the rest.
+INSTALL = $(BIN)/python -m pip install --no-compile --disable-pip-version-check -c constraints.txt -e
 
 .PHONY: demo test style venv clean
 
