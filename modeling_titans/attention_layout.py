@@ -148,9 +148,10 @@ class AttentionLayout(TensorTable):
                 )
                 if blocks is None:
                     attention_mask = attention_mask.expand(shape[0], -1, -1, -1)
-        total = num_kept + shape[1]
-        source, kept = None, total % window if is_segment else min(total, window - 1)
-        if mask is not None:
+        if mask is None:
+            total = num_kept + shape[1]
+            source, kept = None, total % window if is_segment else min(total, window - 1)
+        else:
             source, kept = rows.kept(is_segment, kept_later)
         return cls(window, count, num_kept, mask, attention_mask, blocks, sequences, parts, source, kept)
 

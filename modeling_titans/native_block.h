@@ -10,11 +10,11 @@
 
 namespace titans {
 
-// `native_blocks.Sizes`.
+// `native_blocks.Sizes`. ``to_start``: whether forgetting leads to the start weights.
 struct BlockSizes {
   int64_t variant, rows, width, intermediate, persistent;
   int64_t heads, dim, hidden, depth, taps, pending, places, turn;
-  int64_t dot, sliding, chunk_gates, residual, silu_gating, closes;
+  int64_t dot, sliding, chunk_gates, to_start, residual, silu_gating, closes;
   int64_t attention_heads, key_value_heads, head_dim, first_kept, kept, kept_places;
   double rms_eps, norm_eps, unit_eps, max_lr, max_forget, scaling;
 

@@ -186,7 +186,7 @@ class BlockMemory {
       };
       add_scaled(c, state.weights, g);
       add_scaled(d, state.momentum, g);
-      if (has_start()) add_scaled(1 - c, w.start, head);
+      if (s.to_start) add_scaled(1 - c, w.start, head);
       const Rows<T> inputs = inputs_of(l, row, head), errors = errors_of(l, row, head);
       multiply_rows<T>({inputs.first, inputs.stride}, 0, tokens, {x, 0}, 1, in, {own.scores, 0});
       map(tokens, own.scores, [](Vec<T> score, Vec<T> A) { return -A * score; }, own.scores, mixed + 1);
@@ -206,7 +206,7 @@ class BlockMemory {
         T *W = next.weights[l] + (g * in + i) * out, *S = next.momentum[l] + (g * in + i) * out;
         map(out, W, [=](Vec<T> x, Vec<T> y) { return c * x + d * y; }, weights[i], momentum[i]);
         map(out, S, [=](Vec<T> x) { return m * x; }, momentum[i]);
-        if (has_start()) {
+        if (s.to_start) {
           map(out, W, [=](Vec<T> x, Vec<T> y) { return x + rest * y; }, W, layer_of(w.start, l, head)[i]);
         }
         take_away(mixed + 1, l, row, head, i, W);
@@ -221,9 +221,6 @@ class BlockMemory {
     for (long t = 0; t <= s.pending; ++t) own.scores[t] = -coefficients[t] * inputs[t][i];
     add_combination<T>(own.scores, {errors.first, errors.stride}, s.pending + 1, s.layer_width(l + 1), y);
   }
-
-  // Whether forgetting leads to the start weights.
-  bool has_start() const { return w.start[0]; }
 
   void product(const T* x, const T* const* layers, long l, long g, T* z) const {
     std::fill_n(z, s.layer_width(l + 1), T(0));

@@ -25,6 +25,7 @@ from .native_library import native_library, pointers
 from .native_parameters import are_alike, plain_parameters
 from .native_rooms import Step, StepState, first_step, step_of, tensors_of, with_chunk
 from .scan_inputs import RULES
+from .segment_state import leave_piece
 from .short_calls import is_short
 from .token_layout import TokenLayout
 
@@ -38,7 +39,8 @@ class Sizes(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("variant", "rows", "width", "intermediate", "persistent")),
         *((name, ctypes.c_int64) for name in ("heads", "dim", "hidden", "depth", "taps", "pending", "places", "turn")),
-        *((name, ctypes.c_int64) for name in ("dot", "sliding", "chunk_gates", "residual", "silu_gating", "closes")),
+        *((name, ctypes.c_int64) for name in ("dot", "sliding", "chunk_gates", "to_start")),
+        *((name, ctypes.c_int64) for name in ("residual", "silu_gating", "closes")),
         *((name, ctypes.c_int64) for name in ("attention_heads", "key_value_heads", "head_dim")),
         *((name, ctypes.c_int64) for name in ("first_kept", "kept", "kept_places")),
         *((name, ctypes.c_double) for name in ("rms_eps", "norm_eps", "unit_eps", "max_lr", "max_forget", "scaling")),
@@ -146,6 +148,7 @@ def _sizes(layer: TitansDecoderLayer, hidden_states: torch.Tensor, step: Step, p
         dot=rule.dot,
         sliding=rule.sliding,
         chunk_gates=fields["memory_gate_granularity"] == "chunk",
+        to_start=fields["memory_forget_to"] == "start",
         residual=fields["memory_residual"],
         silu_gating=fields["memory_gating"] == "silu",
         closes=step.count + 1 == rooms.places,
@@ -184,5 +187,7 @@ def _behind(step: Step, nexts: list[list[torch.Tensor]], sizes: Sizes, plan: Lay
     after = step.next(0 if layout is None else layout.kept_count)
     if not sizes.closes:
         return after.sealed()
-    weights, momentum = ([own[part] for own in nexts] for part in (slice(sizes.depth), slice(sizes.depth, None)))
-    return after.closed(weights, momentum, plan.segments is not None and plan.segments.pieces[0].closed)
+    closed = after.closed(nexts)
+    if plan.segments is not None:
+        closed = [leave_piece(state, plan.segments.pieces[0]) for state in closed]
+    return [Sealed(state, is_owned=True) for state in closed]

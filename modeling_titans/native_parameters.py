@@ -54,16 +54,12 @@ class _Blocks:
         self._children = self._present_children()
 
     def are_of(self, layers: nn.ModuleList) -> bool:
-        """Whether these are the layers' modules, and plain as before; `_plain_modules` would take thrice as long."""
+        """Whether these are the layers' modules, and plain as before."""
         return (
             self._modules[: len(layers)] == list(layers)
             and [type(module) for module in self._modules] == self._types
-            and not any(
-                own["training"] or own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own
-                for own in self._own
-            )
+            and not any(map(_does_more, self._own))
             and self._present_children() == self._children
-            and not _has_any_global_hook()
         )
 
     def _present_children(self) -> list[list[nn.Module | None]]:
@@ -76,6 +72,8 @@ _known: WeakKeyDictionary[nn.ModuleList, _Blocks] = WeakKeyDictionary()
 def plain_parameters(layers: nn.ModuleList, dtype: torch.dtype) -> list[list[torch.Tensor | None]] | None:
     """Each block's parameters in the order of `titans::BlockWeights`, None for absent ones; or None where the blocks
     are more than C++ knows, differ in their shapes, or are not of ``dtype`` on a CPU."""
+    if _has_any_global_hook():
+        return None
     blocks = _known.get(layers)
     if blocks is None or not blocks.are_of(layers):
         modules = _plain_modules(layers)
@@ -97,25 +95,29 @@ def are_alike(tensors: list[list[torch.Tensor | None]], kind: tuple[type, torch.
 
 def _plain_modules(layers: nn.ModuleList) -> list[nn.Module] | None:
     """All modules, if they compute what their classes say, with the activations that C++ knows."""
-    if _has_any_global_hook() or not all(type(layer) is TitansDecoderLayer for layer in layers):
+    if not all(type(layer) is TitansDecoderLayer for layer in layers):
         return None
     modules = list(layers)
     for module in modules:
         own = module.__dict__
-        if type(module) not in PLAIN or own["training"] or own["_forward_pre_hooks"] or "forward" in own:
-            return None
-        # transformers' own look at outputs only while somebody has asked for them, and then `read_blocks` reads.
-        hooks = own["_forward_hooks"].values()
-        if hooks and any(hook.__module__ != "transformers.utils.output_capturing" for hook in hooks):
+        if type(module) not in PLAIN or _does_more(own):
             return None
         if own["_modules"]:
             modules += [child for child in own["_modules"].values() if child is not None]
     return modules if all(type(layer.mlp.act_fn) is SILU for layer in layers) else None
 
 
+def _does_more(own: dict) -> bool:
+    """Whether a module with these attributes does more than its class says."""
+    if own["training"] or own["_forward_pre_hooks"] or "forward" in own:
+        return True
+    # transformers' own look at outputs only while somebody has asked for them, and then `read_blocks` reads.
+    hooks = own["_forward_hooks"]
+    return bool(hooks) and any(hook.__module__ != "transformers.utils.output_capturing" for hook in hooks.values())
+
+
 def _places(layer: TitansDecoderLayer) -> list[tuple[dict[str, torch.Tensor | None], str]]:
     memory, linear = layer.memory, ("weight", "bias")
-    starts = memory.start_weights if memory.config.memory_forget_to == "start" else None
     attention, combination = (getattr(layer, name, None) for name in ("self_attn", "combination"))
     return [
         *_of(layer, ("input_layernorm", "persistent_tokens"), "weight"),
@@ -125,7 +127,7 @@ def _places(layer: TitansDecoderLayer) -> list[tuple[dict[str, torch.Tensor | No
         (memory._parameters, "memory_norm_weight"),
         (memory._parameters, "memory_norm_bias"),
         *_of(memory, ("o_norm",), "weight"),
-        *(({}, "") if starts is None else (starts._parameters, name) for name in memory.start_weights._parameters),
+        *((memory.start_weights._parameters, name) for name in memory.start_weights._parameters),
         *_of(attention, ("q_proj", "k_proj", "v_proj", "o_proj"), *linear),
         *_of(layer, ("pre_attention_layernorm",), "weight"),
         *_of(combination, ("attention_norm", "memory_norm"), "weight"),

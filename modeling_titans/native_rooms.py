@@ -111,22 +111,18 @@ class Step:
         self.rooms.former, self.rooms.newest = self.rooms.newest, weakref.ref(step)
         return step
 
-    def closed(self, weights, momentum, ends_segment: bool) -> list[Sealed]:
-        """The blocks' states where the last token has ended its chunk; where it has ended a segment too, the next one
-        reads the memory as it is now.
+    def closed(self, nexts: Sequence[Sequence[torch.Tensor]]) -> list[TitansLayerState]:
+        """The blocks' states where the last token has ended its chunk.
 
         Args:
-            weights, momentum: of each block, for each layer of its memory, behind the chunk.
-            ends_segment: whether it has.
+            nexts: each block's weights behind the chunk, for each layer of its memory, and then its momentum.
         """
-        extents, sealed = self.rooms.extents(0, self.first_kept, self.kept), []
-        for index, (W, S) in enumerate(zip(weights, momentum, strict=True)):
-            state = self._state(index, extents)
-            pending = state.memory.memory.pending
-            memory = state.memory._replace(memory=MemoryState(tuple(W), tuple(S), pending, 0))
-            segment = state.segment._replace(segment_weights=tuple(W)) if ends_segment else state.segment
-            sealed.append(Sealed(state._replace(memory=memory, segment=segment), is_owned=True))
-        return sealed
+        extents, states = self.rooms.extents(0, self.first_kept, self.kept), []
+        for index, own in enumerate(nexts):
+            state, depth = self._state(index, extents), len(own) // 2
+            memory = MemoryState(tuple(own[:depth]), tuple(own[depth:]), state.memory.memory.pending, 0)
+            states.append(state._replace(memory=state.memory._replace(memory=memory)))
+        return states
 
     def _state(self, index: int, extents: list[_Extent]) -> TitansLayerState:
         start, columns = self.rooms.start[index], self.rooms.columns

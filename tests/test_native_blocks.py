@@ -353,7 +353,12 @@ def test_a_model_that_was_changed_is_read_by_pytorch(change, calls):
     assert_close("logits", actual, expected, EXACT)
 
 
-KNOWN = [hook, own_class, exchanged, replaced, biased, changed_in_place, transposed]
+def forgetting_to_the_start(model):
+    model.config.memory_forget_to = "start"
+
+
+READ_BY_PYTORCH = [hook, own_class, biased]
+KNOWN = [*READ_BY_PYTORCH, exchanged, replaced, changed_in_place, transposed, forgetting_to_the_start]
 
 
 @pytest.mark.parametrize("change", KNOWN, ids=[change.__name__ for change in KNOWN])
@@ -362,7 +367,7 @@ def test_what_changes_amid_a_chunk_is_read_as_it_is_then(change, calls):
     models = [model_of("mac", backend) for backend in ("native", "chunked")]
     caches = [started(m) for m in models]
     text, other_text = random_ids(1, 3, seed=2), random_ids(1, 2, seed=4)
-    results = []
+    results, reads = [], []
     for m, cache in zip(models, caches, strict=True):
         logits = [feed(m, cache, text, 1)]
         change(m)
@@ -373,7 +378,9 @@ def test_what_changes_amid_a_chunk_is_read_as_it_is_then(change, calls):
             parameter.data.mul_(1.1)
         logits.append(feed(other, cache, other_text, 1))
         results.append(torch.cat(logits, 1))
+        reads.append(len(calls))
     assert_close("logits", *results, EXACT)
+    assert reads == [0 if change in READ_BY_PYTORCH else 5, 0]
 
 
 def test_weights_that_were_moved_or_converted_are_found(calls):
